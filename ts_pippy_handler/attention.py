@@ -1,0 +1,280 @@
+"""Attention with a cache: the operator the trace sees, and the module that runs in its place on a stage.
+
+Tracing: every attention call of a Hugging Face model goes through transformers' attention interface to one opaque
+operator, ``ts_pippy::attention``, so the traced graph is a pure function of a packed row of tokens and positions.
+Running: each operator call is replaced by a :class:`CachedAttention` that owns the keys and values of its layer and
+reads from an :class:`AttentionPlan` which tokens belong to which request. Several requests of any lengths share a
+batch; nothing is padded. Knows nothing of the scheduler, of sampling or of the network.
+
+Shapes: T rows of the batch, H query heads, G key/value heads, D head width, S cache slots, L context length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from ts_pippy_handler.errors import UnsupportedModelError
+from ts_pippy_handler.request import Segment
+
+ATTENTION_NAME = "ts_pippy"
+"""Name under which the operator is registered with transformers."""
+
+# Arguments of transformers' attention functions that do not change what our operator computes: the attention mask
+# and the cache are ours, and positions are already in the queries and keys.
+_IGNORED_ARGUMENTS = frozenset(
+    "dropout position_ids position_embeddings cache_position use_cache output_attentions is_causal cache "
+    "past_key_values output_hidden_states return_dict logits_to_keep layer_type num_items_in_batch".split()
+)
+
+
+@torch.library.custom_op("ts_pippy::attention", mutates_args=())
+def attention_op(
+    query_1HTD: torch.Tensor,
+    key_1GTD: torch.Tensor,
+    value_1GTD: torch.Tensor,
+    sinks_H: torch.Tensor | None,
+    layer: int,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> torch.Tensor:
+    """Stand for one attention call in a traced graph; stages replace it before anything runs."""
+    raise NotImplementedError("ts_pippy::attention is replaced by CachedAttention before a stage runs")
+
+
+@attention_op.register_fake
+def _attention_shape(
+    query_1HTD: torch.Tensor,
+    key_1GTD: torch.Tensor,
+    value_1GTD: torch.Tensor,
+    sinks_H: torch.Tensor | None,
+    layer: int,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> torch.Tensor:
+    _, heads, rows, _ = query_1HTD.shape
+    return query_1HTD.new_empty(1, rows, heads, value_1GTD.shape[3])
+
+
+def _route(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **arguments: object,
+) -> tuple[torch.Tensor, None]:
+    """Transformers' attention interface: hand the call to the operator, or refuse what it cannot express."""
+    for name, value_given in arguments.items():
+        if value_given is not None and name not in _IGNORED_ARGUMENTS:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} passes {name!r} to attention, which pipeline stages do not support yet"
+            )
+    if attention_mask is not None:
+        raise UnsupportedModelError(f"{type(module).__name__} builds an attention mask of its own")
+    if not getattr(module, "is_causal", True):
+        raise UnsupportedModelError(f"{type(module).__name__} is not causal; only causal language models can be split")
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(layer, int):
+        raise UnsupportedModelError(f"{type(module).__name__} does not know its layer index")
+    scale = float(scaling) if scaling is not None else float(query.shape[-1]) ** -0.5
+    output = attention_op(
+        query, key, value, s_aux, layer, scale, int(sliding_window or 0), float(softcap or 0.0)
+    )
+    return output, None
+
+
+def register_attention() -> None:
+    """Make ``attn_implementation="ts_pippy"`` known to transformers. Safe to call again."""
+    # Imported here: transformers takes a second to import, and TorchServe gives a worker 30 s to open its socket.
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(ATTENTION_NAME, _route)
+    AttentionMaskInterface.register(ATTENTION_NAME, lambda *args, **kwargs: None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """What one attention layer needs to run: read off the traced operator call."""
+
+    layer: int
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    scale: float
+    window: int
+    """Tokens a row attends to, itself included; 0 for all."""
+    softcap: float
+    """Bound of ``softcap * tanh(score / softcap)``; 0 for none."""
+
+    @property
+    def values_per_token(self) -> int:
+        """Numbers cached for each token."""
+        return self.num_kv_heads * (self.key_dim + self.value_dim)
+
+
+class SegmentPlan:
+    """One request's part of a batch, with what its attention layers share."""
+
+    def __init__(self, segment: Segment, start: int, device: torch.device) -> None:
+        self.rows = slice(start, start + segment.num_tokens)
+        self.num_tokens = segment.num_tokens
+        self.num_cached = segment.num_cached
+        self.context_len = segment.context_len
+        self._device = device
+        self._first_slot = segment.runs[0][0] if segment.runs[0][1] >= segment.context_len else None
+        self.slots_L = None if self._first_slot is not None else self._all_slots(segment)
+        self._masks: dict[tuple[int, int], torch.Tensor] = {}
+
+    def _all_slots(self, segment: Segment) -> torch.Tensor:
+        pieces = [torch.arange(first, first + count) for first, count in segment.runs]
+        return torch.cat(pieces)[: segment.context_len].to(self._device)
+
+    def read(self, cache_GSD: torch.Tensor, first: int) -> torch.Tensor:
+        """Return the cached entries of tokens ``first`` … ``context_len - 1``: in place for one run, else gathered.
+
+        Returns:
+            Tensor of shape [G, context_len - first, D].
+        """
+        if self._first_slot is not None:
+            return cache_GSD[:, self._first_slot + first : self._first_slot + self.context_len]
+        assert self.slots_L is not None
+        return cache_GSD.index_select(1, self.slots_L[first:])
+
+    def mask(self, first: int, window: int) -> torch.Tensor:
+        """Return which of the tokens ``first`` … each row may attend to, as a bool tensor [num_tokens, L]."""
+        key = (first, window)
+        if key not in self._masks:
+            row = torch.arange(self.num_cached, self.context_len, device=self._device)[:, None]
+            column = torch.arange(first, self.context_len, device=self._device)[None]
+            allowed = column <= row
+            self._masks[key] = allowed & (column > row - window) if window else allowed
+        return self._masks[key]
+
+
+class AttentionPlan:
+    """Which rows of the current batch belong to which request, and where their keys and values lie.
+
+    One object per stage, shared by its attention layers and rewritten before each batch.
+    """
+
+    def __init__(self) -> None:
+        self.segments: list[SegmentPlan] = []
+        self.slots_T = torch.empty(0, dtype=torch.long)
+
+    def prepare(self, segments: Sequence[Segment], device: torch.device) -> None:
+        """Describe the next batch."""
+        self.segments = []
+        slots: list[int] = []
+        for segment in segments:
+            self.segments.append(SegmentPlan(segment, len(slots), device))
+            slots += _new_slots(segment)
+        self.slots_T = torch.tensor(slots, dtype=torch.long, device=device)
+
+
+def _new_slots(segment: Segment) -> list[int]:
+    """Return the slots of the segment's own tokens: logical positions num_cached … context_len - 1."""
+    slots: list[int] = []
+    skipped = 0
+    for first, count in segment.runs:
+        start = max(segment.num_cached - skipped, 0)
+        stop = min(segment.context_len - skipped, count)
+        slots.extend(range(first + start, first + stop))
+        skipped += count
+    return slots
+
+
+class CachedAttention(torch.nn.Module):
+    """One layer's attention over the keys and values it keeps for every running request."""
+
+    def __init__(self, spec: AttentionSpec, plan: AttentionPlan) -> None:
+        super().__init__()
+        self.spec = spec
+        self.plan = plan
+        self.key_cache_GSD = torch.empty(0)
+        self.value_cache_GSD = torch.empty(0)
+
+    def allocate(self, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Reserve cache for ``num_slots`` tokens. On a CPU, memory is only taken as slots are written."""
+        spec = self.spec
+        self.key_cache_GSD = torch.empty(spec.num_kv_heads, num_slots, spec.key_dim, dtype=dtype, device=device)
+        self.value_cache_GSD = torch.empty(spec.num_kv_heads, num_slots, spec.value_dim, dtype=dtype, device=device)
+
+    def forward(
+        self,
+        query_1HTD: torch.Tensor,
+        key_1GTD: torch.Tensor,
+        value_1GTD: torch.Tensor,
+        sinks_H: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Store the new keys and values, attend to each request's own context.
+
+        Returns:
+            Tensor of shape [1, T, H, D], contiguous, in the dtype of the query.
+        """
+        self.key_cache_GSD.index_copy_(1, self.plan.slots_T, key_1GTD[0])
+        self.value_cache_GSD.index_copy_(1, self.plan.slots_T, value_1GTD[0])
+        _, heads, rows, _ = query_1HTD.shape
+        output_1THD = query_1HTD.new_empty(1, rows, heads, self.spec.value_dim)
+        for segment in self.plan.segments:
+            query_1HtD = query_1HTD[:, :, segment.rows]
+            output_1THD[0, segment.rows] = self._attend(segment, query_1HtD, sinks_H)[0].transpose(0, 1)
+        return output_1THD
+
+    def _attend(self, segment: SegmentPlan, query_1HtD: torch.Tensor, sinks_H: torch.Tensor | None) -> torch.Tensor:
+        spec = self.spec
+        # Tokens before this one are outside every row's window, so they need not be read.
+        first = max(segment.num_cached + 1 - spec.window, 0) if spec.window else 0
+        key_1GLD = segment.read(self.key_cache_GSD, first)[None]
+        value_1GLD = segment.read(self.value_cache_GSD, first)[None]
+        if spec.softcap or sinks_H is not None:
+            return self._attend_eagerly(segment.mask(first, spec.window), query_1HtD, key_1GLD, value_1GLD, sinks_H)
+        if segment.num_tokens == 1:
+            # A single row attends to everything that was read: the query heads of a group become its rows.
+            grouped = query_1HtD.reshape(1, spec.num_kv_heads, -1, spec.key_dim)
+            attended = F.scaled_dot_product_attention(grouped, key_1GLD, value_1GLD, scale=spec.scale)
+            return attended.reshape(1, spec.num_heads, 1, spec.value_dim)
+        causal = segment.num_cached == 0 and not 0 < spec.window < segment.num_tokens
+        return F.scaled_dot_product_attention(
+            query_1HtD,
+            key_1GLD,
+            value_1GLD,
+            attn_mask=None if causal else segment.mask(first, spec.window),
+            is_causal=causal,
+            scale=spec.scale,
+            enable_gqa=spec.num_kv_heads != spec.num_heads,
+        )
+
+    def _attend_eagerly(
+        self,
+        mask_tL: torch.Tensor,
+        query_1HtD: torch.Tensor,
+        key_1GLD: torch.Tensor,
+        value_1GLD: torch.Tensor,
+        sinks_H: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attention with capped scores or sinks, which torch's fused kernels do not offer; softmax in float32."""
+        spec = self.spec
+        group = spec.num_heads // spec.num_kv_heads
+        scores = query_1HtD @ key_1GLD.repeat_interleave(group, 1).transpose(2, 3) * spec.scale
+        if spec.softcap:
+            scores = torch.tanh(scores / spec.softcap) * spec.softcap
+        scores = scores.masked_fill(~mask_tL, torch.finfo(scores.dtype).min)
+        if sinks_H is not None:
+            sinks = sinks_H.reshape(1, -1, 1, 1).expand(1, spec.num_heads, scores.shape[2], 1)
+            scores = torch.cat([scores, sinks.to(scores.dtype)], -1)
+        weights = torch.softmax(scores, -1, dtype=torch.float32).to(query_1HtD.dtype)
+        if sinks_H is not None:
+            weights = weights[..., :-1]
+        return weights @ value_1GLD.repeat_interleave(group, 1)

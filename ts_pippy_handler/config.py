@@ -1,0 +1,235 @@
+"""Every setting of the package, in one typed place: the ``pippy:`` and ``handler:`` blocks of model-config.yaml.
+
+Unknown keys are refused with the nearest right one; values are checked here and never rewritten afterwards.
+TorchServe's own keys (``minWorkers`` …) are only checked for their spelling: the frontend reads them itself.
+Knows nothing of torch: dtypes are names here.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+
+from ts_pippy_handler.errors import ConfigError
+from ts_pippy_handler.validation import describe_errors, nearest, show
+
+DTYPES = {
+    "float32": "float32",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "fp32": "float32",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "float": "float32",
+    "half": "float16",
+}
+"""Accepted dtype names and the torch name each stands for."""
+
+DEPRECATED_KEYS = {"model_name": "model_path", "index_file_name": "index_filename"}
+"""Spellings of upstream's README for keys of the ``handler`` block."""
+
+FRONTEND_KEYS = frozenset(
+    "minWorkers maxWorkers batchSize maxBatchDelay responseTimeout startupTimeout deviceType parallelType "
+    "parallelLevel deviceIds torchrun maxRetryTimeoutInSec clientTimeoutInMills jobQueueSize useJobTicket "
+    "sequenceMaxIdleMSec sequenceTimeoutMSec maxSequenceJobQueueSize maxNumSequence continuousBatching "
+    "sequenceBatching asyncCommunication useVenv pt2".split()
+)
+"""Top-level keys that TorchServe 0.12 reads itself (frontend ``ModelConfig.java``, and ``pt2`` in its base handler)."""
+
+TORCHRUN_KEYS = frozenset(
+    "nnodes nproc-per-node rdzv-backend rdzv-endpoint rdzv-conf rdzv-id max-restarts "
+    "monitor-interval node-rank OMP_NUMBER_THREADS".split()
+)
+"""Keys of the ``torchrun`` block that TorchServe 0.12 parses (frontend ``ModelConfig.TorchRun``)."""
+
+
+def _whole_number(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("must be a whole number")
+    return value
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+Int = Annotated[int, BeforeValidator(_whole_number)]
+Float = Annotated[float, BeforeValidator(_whole_number)]
+
+
+class PippyConfig(BaseModel):
+    """The ``pippy:`` block: how the model is cut and how the ranks run."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model_type: Literal["HF"] = "HF"
+    """Kind of model. Only Hugging Face causal language models can be split."""
+    chunks: Int | None = Field(None, ge=1, le=64)
+    """Batches in flight at the same time; by default one per stage, so that every stage has work."""
+    input_names: list[str] = ["input_ids"]
+    """Upstream's tracing arguments. Checked but no longer needed: attention and positions follow from the tokens."""
+    rpc_timeout: Float = Field(60.0, gt=0)
+    """Seconds to wait for the other ranks to appear at start, and for a control call to be answered."""
+    num_worker_threads: Int = Field(4, ge=1, le=1024)
+    """Threads of each rank's RPC agent. It carries control messages only, so a few are enough."""
+    split: Literal["time", "memory"] | list[int] = "time"
+    """Where to cut: stages equal in bytes read per decoded token (time), equal in weights (memory), or the
+    number of layers of each stage."""
+    block_size: Int = Field(16, ge=1, le=1024)
+    """Tokens per block of the key/value cache."""
+    kv_cache_tokens: Int | None = Field(None, ge=1)
+    """Tokens the key/value cache of every stage holds. By default what a quarter of the free memory of the
+    smallest rank holds, at most what ``max_running_requests`` full windows need."""
+    max_batch_tokens: Int = Field(512, ge=1)
+    """Prompt and decode tokens in one batch; longer prompts run in chunks."""
+    max_running_requests: Int = Field(64, ge=1)
+    """Requests generating at the same time; more wait."""
+    max_waiting_requests: Int = Field(1024, ge=0)
+    """Requests that may wait; more are refused with status 429."""
+    step_timeout: Float = Field(300.0, gt=0)
+    """Seconds one batch may take from the first stage to the last before the pipeline counts as broken."""
+    threads_per_rank: Int | None = Field(None, ge=1)
+    """Compute threads of each rank; by default the cores of this host divided among its ranks."""
+    interface: str | None = None
+    """Network interface the ranks talk over. Loopback by default; name one to span hosts, on a trusted network
+    only, since RPC executes what a peer sends."""
+
+    @field_validator("input_names")
+    @classmethod
+    def _known_inputs(cls, names: list[str]) -> list[str]:
+        allowed = {"input_ids", "attention_mask", "position_ids"}
+        for name in names:
+            if name not in allowed:
+                raise ValueError(f"unknown model input {name!r}; {nearest(name, allowed)}")
+        return names
+
+    @field_validator("split")
+    @classmethod
+    def _positive_split(cls, split: str | list[int]) -> str | list[int]:
+        if isinstance(split, list) and (not split or min(split) < 1):
+            raise ValueError("must be 'time', 'memory' or a list of at least one layer per stage")
+        return split
+
+
+class HandlerConfig(BaseModel):
+    """The ``handler:`` block: which model, and the defaults and limits of a request."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    model_path: str
+    """Directory of the Hugging Face checkpoint: config.json, weights, and a tokenizer where text is used."""
+    index_filename: str | None = None
+    """Index of a sharded checkpoint, relative to ``model_path``; found by itself when absent."""
+    dtype: str | None = None
+    """float32, float16 or bfloat16 (or fp32, fp16, bf16); by default the checkpoint's own."""
+    max_length: Int | None = Field(None, ge=1)
+    """Longest prompt in tokens; longer ones are refused with status 400, never cut. By default the model's window."""
+    max_new_tokens: Int = Field(256, ge=1)
+    """New tokens when a request does not say."""
+    manual_seed: Int | None = Field(None, ge=0, lt=2**63)
+    """Seed of sampled requests that bring none; without it every request draws its own."""
+    trust_remote_code: bool = False
+    """Whether Python code shipped inside the checkpoint may run."""
+
+    @field_validator("dtype")
+    @classmethod
+    def _known_dtype(cls, name: str | None) -> str | None:
+        if name is not None and name not in DTYPES:
+            raise ValueError(f"unknown dtype; {nearest(name, DTYPES)}")
+        return name
+
+    @field_validator("model_path")
+    @classmethod
+    def _existing_model(cls, path: str) -> str:
+        if not Path(path).is_dir():
+            raise ValueError("not a directory; give the path of a downloaded Hugging Face checkpoint")
+        if not (Path(path) / "config.json").is_file():
+            raise ValueError("the directory holds no config.json, so it is not a Hugging Face checkpoint")
+        return path
+
+    @property
+    def torch_dtype_name(self) -> str | None:
+        """Torch's name of the configured dtype, or None for the checkpoint's own."""
+        return None if self.dtype is None else DTYPES[self.dtype]
+
+
+class ServingConfig(BaseModel):
+    """Both blocks, checked together."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    pippy: PippyConfig = PippyConfig()
+    handler: HandlerConfig
+
+
+def load_config(mapping: Mapping[str, Any] | None, *, model_dir: str | None = None) -> ServingConfig:
+    """Check a parsed model-config.yaml and return its settings.
+
+    Args:
+        mapping: The whole file as TorchServe hands it to a handler (``context.model_yaml_config``).
+        model_dir: Directory of the extracted archive; a relative ``handler.model_path`` is looked up there.
+
+    Raises:
+        ConfigError: Naming the path of each wrong key, the value seen, and what is allowed.
+    """
+    if not isinstance(mapping, Mapping) or not mapping:
+        raise ConfigError("model-config.yaml is empty or missing: the keys 'handler' and 'pippy' are read from it")
+    _check_top_level(mapping)
+    pippy = _block(mapping, "pippy", required=False)
+    handler = _renamed(_block(mapping, "handler", required=True))
+    path = handler.get("model_path")
+    if model_dir is not None and isinstance(path, str) and not Path(path).is_absolute():
+        handler["model_path"] = str(Path(model_dir) / path)
+    if pippy.get("model_type", "HF") in (None, ""):
+        raise ConfigError(f"pippy.model_type: only 'HF' can be split, got {show(pippy['model_type'])}")
+    return ServingConfig(pippy=parse(PippyConfig, pippy, "pippy"), handler=parse(HandlerConfig, handler, "handler"))
+
+
+def parse(model: type[Model], values: Mapping[str, Any], prefix: str = "") -> Model:
+    """Validate ``values`` as ``model``.
+
+    Raises:
+        ConfigError: Naming every wrong key under ``prefix``.
+    """
+    try:
+        return model.model_validate(dict(values))
+    except ValidationError as error:
+        raise ConfigError(describe_errors(error, model, prefix)) from None
+
+
+def _check_top_level(mapping: Mapping[str, Any]) -> None:
+    allowed = FRONTEND_KEYS | {"pippy", "handler"}
+    for key in mapping:
+        if str(key) not in allowed and not str(key).startswith("x-"):
+            raise ConfigError(
+                f"{key}: unknown key (value {show(mapping[key])}); {nearest(key, allowed)} "
+                "(a block of your own handler may be named x-…)"
+            )
+    torchrun = _block(mapping, "torchrun", required=False)
+    for key, value in torchrun.items():
+        if key not in TORCHRUN_KEYS:
+            raise ConfigError(f"torchrun.{key}: unknown key (value {show(value)}); {nearest(key, TORCHRUN_KEYS)}")
+
+
+def _block(mapping: Mapping[str, Any], name: str, *, required: bool) -> dict[str, Any]:
+    block = mapping.get(name)
+    if block is None:
+        if required:
+            raise ConfigError(f"{name}: missing; the block must give at least model_path")
+        return {}
+    if not isinstance(block, Mapping):
+        raise ConfigError(f"{name}: must be a block of keys, got {show(block)}")
+    return dict(block)
+
+
+def _renamed(handler: dict[str, Any]) -> dict[str, Any]:
+    for old, new in DEPRECATED_KEYS.items():
+        if old not in handler:
+            continue
+        if new in handler:
+            raise ConfigError(f"handler.{old}: the same as handler.{new}, which is there too; keep handler.{new} only")
+        warnings.warn(f"handler.{old} is deprecated, write handler.{new}", DeprecationWarning, stacklevel=3)
+        handler[new] = handler.pop(old)
+    return handler

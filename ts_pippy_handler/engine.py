@@ -1,0 +1,266 @@
+"""Rank 0: requests in, tokens out. One thread schedules, runs the first stage and collects what the last one sampled.
+
+    submit ─▶ scheduler ─▶ dispatch: announce the batch, run stage 0, send on ─▶ … ─▶ collect ─▶ commit ─▶ events
+
+As many batches are under way as there are stages, so each stage works on one while the others work on theirs. Events
+are delivered by callback on the engine's thread. Knows no text, no HTTP, no TorchServe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from ts_pippy_handler.errors import InvalidRequestError, PipelineError, PippyError
+from ts_pippy_handler.loading import LoadedRank
+from ts_pippy_handler.request import FinishReason, SamplingParams, TokenEvent
+from ts_pippy_handler.sampling import sample
+from ts_pippy_handler.scheduler import Scheduler, Step
+
+logger = logging.getLogger(__name__)
+
+OnEvent = Callable[[TokenEvent], None]
+Revive = Callable[[PipelineError], LoadedRank]
+
+
+class Engine:
+    """Serves requests over a loaded pipeline.
+
+    Args:
+        loaded: Rank 0 of the pipeline.
+        scheduler: Decides what runs next.
+        revive: Brings a broken pipeline back, or raises; by default a broken pipeline stays broken.
+        on_death: Called once, on the engine's thread, when the pipeline is broken for good.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedRank,
+        scheduler: Scheduler,
+        revive: Revive | None = None,
+        on_death: Callable[[PipelineError], None] = lambda error: None,
+    ) -> None:
+        self.loaded = loaded
+        self.scheduler = scheduler
+        self._revive = revive
+        self._on_death = on_death
+        self._wake = threading.Condition()
+        self._incoming: deque[Callable[[], None]] = deque()
+        self._callbacks: dict[int, OnEvent] = {}
+        self._logits: dict[int, list[torch.Tensor]] = {}
+        self._numbers = itertools.count()
+        self._in_flight: deque[tuple[Step, torch.Tensor | None]] = deque()
+        self._survived: dict[int, int] = {}
+        self._lost: PipelineError | None = None
+        self._closing = False
+        self.failure: PipelineError | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are served; False once closed or broken for good."""
+        return self._thread.is_alive()
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of a request, prompt and new ones together."""
+        return self.loaded.max_len
+
+    def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        """Refuse what :meth:`submit` would refuse of this request, without accepting it.
+
+        Raises:
+            InvalidRequestError: If it could never finish, or names tokens the model does not have.
+            OverloadedError: If too many requests wait.
+        """
+        for token_id in prompt_token_ids:
+            if not 0 <= token_id < self.loaded.vocab_size:
+                raise InvalidRequestError(
+                    f"token id {token_id} is not in the vocabulary, which has ids 0 to {self.loaded.vocab_size - 1}"
+                )
+        self.scheduler.check(len(prompt_token_ids), params)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keep the engine from taking over new requests for a moment."""
+        with self._wake:
+            yield
+
+    def submit(self, prompt_token_ids: Sequence[int], params: SamplingParams, on_event: OnEvent) -> int:
+        """Accept a request; its events arrive through ``on_event``, the last one with a finish reason.
+
+        Returns:
+            The request's number, for :meth:`abort`.
+
+        Raises:
+            InvalidRequestError: If it could never finish, or names tokens the model does not have.
+            OverloadedError: If too many requests wait.
+            PipelineError: If the pipeline is broken for good.
+        """
+        with self._wake:
+            if self.failure is not None:
+                raise self.failure
+            if self._closing:
+                raise PipelineError("the model is being unloaded")
+            self.check(prompt_token_ids, params)
+            number = next(self._numbers)
+            self._callbacks[number] = on_event
+            self._incoming.append(lambda: self.scheduler.add(number, prompt_token_ids, params))
+            self._wake.notify()
+        return number
+
+    def abort(self, number: int) -> None:
+        """End a request early; its last event says ``abort``. Nothing happens if it has finished."""
+        with self._wake:
+            self._incoming.append(lambda: self._abort(number))
+            self._wake.notify()
+
+    def report_lost(self, error: PipelineError) -> None:
+        """Say that a rank is gone; an idle engine would only notice with the next request."""
+        with self._wake:
+            self._lost = error
+            self._wake.notify()
+
+    def take_logits(self, number: int) -> torch.Tensor:
+        """Return and forget the logits [T, V] (float32, CPU) of a finished ``only_logits`` request."""
+        return torch.cat(self._logits.pop(number))
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Abort what runs, stop the other ranks and leave the group."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join(timeout_s)
+        self.loaded.group.leave()
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while self.failure is None and not self._closing:
+                try:
+                    self._step()
+                except PipelineError as error:
+                    self._recover(error)
+                except Exception as error:  # noqa: BLE001 - whatever it was, no request may hang
+                    logger.exception("engine step failed")
+                    self._recover(PipelineError(f"rank 0, stage 0: {type(error).__name__}: {error}"))
+        self._end()
+
+    def _step(self) -> None:
+        self._accept(wait=not self._in_flight)
+        has_room = len(self._in_flight) < self.scheduler.limits.num_in_flight
+        step = self.scheduler.schedule() if has_room else None
+        if step is not None:
+            self._in_flight.append((step, self._dispatch(step)))
+        elif self._in_flight:
+            self._collect()
+
+    def _accept(self, wait: bool) -> None:
+        """Take over what other threads asked for; sleep when there is nothing to do at all."""
+        with self._wake:
+            while wait and not (self._incoming or self._closing or self._lost or self._has_work()):
+                self._wake.wait()
+            if self._lost is not None:
+                raise self._lost
+            incoming, self._incoming = self._incoming, deque()
+        for action in incoming:
+            action()
+
+    def _has_work(self) -> bool:
+        return bool(self.scheduler.num_running or self.scheduler.num_waiting)
+
+    def _dispatch(self, step: Step) -> torch.Tensor | None:
+        """Start a batch; with a single stage, return its logits at once."""
+        stage, transport = self.loaded.stage, self.loaded.transport
+        if transport is None:
+            return stage.run(step.batch, {})[stage.graph.outputs[0]]
+        transport.send_batch(step.batch)
+        transport.send_values(stage.graph.sends, stage.run(step.batch, {}))
+        return None
+
+    def _collect(self) -> None:
+        """Wait for the oldest batch and tell its requests."""
+        step, own_logits = self._in_flight[0]
+        batch = step.batch
+        if own_logits is not None:
+            token_ids, logits = sample(own_logits, batch.sampled), own_logits
+        else:
+            assert self.loaded.transport is not None
+            token_ids, received = self.loaded.transport.receive_result(batch, self.loaded.vocab_size)
+            logits = received if received is not None else torch.empty(0)
+        self._in_flight.popleft()
+        if batch.return_logits:
+            self._keep_logits(step, logits)
+        for number, event in self.scheduler.commit(step, token_ids):
+            self._deliver(number, event)
+
+    def _keep_logits(self, step: Step, logits: torch.Tensor) -> None:
+        start = 0
+        for sequence, num_rows in step.sampled:
+            part = logits[start : start + num_rows].to("cpu", torch.float32).clone()
+            self._logits.setdefault(sequence.number, []).append(part)
+            start += num_rows
+
+    def _deliver(self, number: int, event: TokenEvent) -> None:
+        callback = self._callbacks[number]
+        if event.finish_reason is not None:
+            self.scheduler.finish(number)
+            del self._callbacks[number]
+            self._survived.pop(number, None)
+        try:
+            callback(event)
+        except Exception:  # noqa: BLE001 - one request's consumer must not stop the others
+            logger.exception("the consumer of request %d failed", number)
+            self._abort(number)
+
+    def _abort(self, number: int) -> None:
+        if number in self._callbacks:
+            self._deliver(number, TokenEvent(token_id=None, finish_reason=FinishReason.ABORT))
+
+    def _recover(self, error: PipelineError) -> None:
+        """Bring the pipeline back and compute running requests anew from their tokens, or end everything.
+
+        A request that was running in two failures ends with an error: it may be what causes them.
+        """
+        self._in_flight.clear()
+        self._lost = None
+        for number in self._callbacks:
+            self._logits.pop(number, None)  # they will be computed again
+        logger.error("pipeline failed: %s", error)
+        for number in self.scheduler.restart():
+            self._survived[number] = self._survived.get(number, 0) + 1
+            if self._survived[number] > 1:
+                self._deliver(number, _failed(error))
+        try:
+            if self._revive is None or self._closing:
+                raise error
+            self.loaded = self._revive(error)
+        except PippyError as final:
+            self.failure = final if isinstance(final, PipelineError) else PipelineError(str(final))
+
+    def _end(self) -> None:
+        """Stop the other ranks and give every request its last event."""
+        with self._wake:
+            self._closing = True
+            self._incoming.clear()
+        error = self.failure or PipelineError("the model is being unloaded")
+        for number in list(self._callbacks):
+            self._deliver(number, _failed(error))
+        if self.failure is not None:
+            self._on_death(self.failure)
+            return
+        try:
+            if self.loaded.transport is not None:
+                self.loaded.transport.send_batch(None)
+        except PipelineError as gone:
+            logger.info("while stopping: %s", gone)
+
+
+def _failed(error: PipelineError) -> TokenEvent:
+    return TokenEvent(token_id=None, finish_reason=FinishReason.ERROR, error=error)

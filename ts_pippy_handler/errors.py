@@ -1,0 +1,73 @@
+"""The exception tree: every failure a user can meet, with its HTTP status and a machine-readable code.
+
+    PippyError                    500  internal
+    ├── LoadError                 500  load_failed       the model cannot be served; raised before READY
+    │   ├── ConfigError           500  bad_config        a key of model-config.yaml or a command-line option
+    │   ├── CheckpointError       500  bad_checkpoint    a weight file is missing, damaged or does not fit
+    │   └── UnsupportedModelError 500  unsupported_model the architecture cannot be split exactly
+    ├── InvalidRequestError       400  invalid_request   what the client sent cannot be honoured
+    ├── OverloadedError           429  overloaded        more requests than the configured limits
+    └── PipelineError             503  pipeline_failed   a rank died, stopped or raised while serving
+
+Knows nothing of TorchServe: the handlers turn these into responses.
+"""
+
+from __future__ import annotations
+
+
+class PippyError(Exception):
+    """Base of all errors of this package; its text is fit to be shown to a user."""
+
+    status = 500
+    """HTTP status of the response."""
+    code = "internal"
+    """Stable machine-readable name, sent as ``error.code``."""
+
+    def as_dict(self) -> dict[str, dict[str, str]]:
+        """Return the JSON body of an error response."""
+        return {"error": {"code": self.code, "message": str(self)}}
+
+
+class LoadError(PippyError):
+    """The model cannot be loaded."""
+
+    code = "load_failed"
+
+
+class ConfigError(LoadError):
+    """A configuration value is missing, misspelt or out of range."""
+
+    code = "bad_config"
+
+
+class CheckpointError(LoadError):
+    """A checkpoint file is missing, damaged, or does not hold what the model needs."""
+
+    code = "bad_checkpoint"
+
+
+class UnsupportedModelError(LoadError):
+    """The architecture cannot be split into stages without changing its answers."""
+
+    code = "unsupported_model"
+
+
+class InvalidRequestError(PippyError):
+    """The request cannot be honoured as sent."""
+
+    status = 400
+    code = "invalid_request"
+
+
+class OverloadedError(PippyError):
+    """The request queue is full."""
+
+    status = 429
+    code = "overloaded"
+
+
+class PipelineError(PippyError):
+    """A pipeline rank failed while requests were running."""
+
+    status = 503
+    code = "pipeline_failed"

@@ -1,0 +1,202 @@
+"""Start an engine: alone, with ranks of its own (spawn), or among the ranks torchrun started.
+
+Brings together the ranks, the loaded stage, the scheduler and what happens when a rank dies: in spawn mode the ranks
+are started anew and requests go on, under torchrun the process ends and TorchServe restarts the group. Ready means
+that one token went through all stages. Knows no text and no TorchServe.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from ts_pippy_handler import loading, ranks, worker
+from ts_pippy_handler.config import ServingConfig, load_config
+from ts_pippy_handler.engine import Engine
+from ts_pippy_handler.errors import LoadError, PipelineError
+from ts_pippy_handler.kv_cache import BlockAllocator
+from ts_pippy_handler.loading import LoadedRank
+from ts_pippy_handler.request import FinishReason, SamplingParams, TokenEvent
+from ts_pippy_handler.scheduler import Limits, Scheduler
+
+logger = logging.getLogger(__name__)
+
+_MAX_REVIVALS = 5
+_REVIVAL_WINDOW_S = 300.0
+_CHILD_POLL_S = 0.2
+_LAST_WORDS_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpawnOptions:
+    """How spawn mode presents its children."""
+
+    stdout: IO[Any] | int | None = None
+    """Where the other ranks print; None for where this process does."""
+    show_progress: bool = False
+    log_level: str = "INFO"
+
+
+def start_spawned(
+    mapping: Mapping[str, Any], num_stages: int, options: SpawnOptions | None = None, model_dir: str | None = None
+) -> Engine:
+    """Serve with this process as rank 0 and ``num_stages - 1`` children.
+
+    Args:
+        mapping: A parsed model-config.yaml.
+        num_stages: Number of stages, one rank each.
+        options: Output of the children.
+        model_dir: Directory of the extracted archive, for a relative model path.
+
+    Raises:
+        LoadError: If the configuration is wrong or a rank fails to load.
+    """
+    options = options or SpawnOptions()
+    config = load_config(mapping, model_dir=model_dir)
+    loading.check_num_stages(config.pippy, num_stages)
+    job = json.dumps(
+        {"config": _absolute(mapping, config), "show_progress": options.show_progress, "log_level": options.log_level}
+    )
+    spawner = _Spawner(config, num_stages, job, options)
+    return spawner.start()
+
+
+def start_joined(config: ServingConfig, group: ranks.Group) -> Engine | None:
+    """Serve among ranks that have joined already: an engine on rank 0, a stage thread (and None) on the others.
+
+    Raises:
+        LoadError: On every rank, if any of them fails to load.
+    """
+    loaded = loading.load(group, config)
+    if group.place.rank:
+        worker.start_thread(loaded)
+        return None
+    engine = Engine(loaded, make_scheduler(loaded, config), on_death=_end_process)
+    _warm_up(engine, config)
+    return engine
+
+
+def make_scheduler(loaded: LoadedRank, config: ServingConfig) -> Scheduler:
+    """Build the scheduler of a loaded pipeline."""
+    pippy = config.pippy
+    limits = Limits(
+        max_len=loaded.max_len,
+        max_batch_tokens=pippy.max_batch_tokens,
+        max_running=pippy.max_running_requests,
+        max_waiting=pippy.max_waiting_requests,
+        num_in_flight=pippy.chunks or loaded.group.place.world_size,
+    )
+    allocator = BlockAllocator(loaded.num_slots // pippy.block_size, pippy.block_size)
+    return Scheduler(allocator, limits, eos_token_ids(config.handler.model_path))
+
+
+def eos_token_ids(model_path: str) -> list[int]:
+    """Return the ids that end a text: generation_config.json's, else config.json's; a model may have several."""
+    for name in ("generation_config.json", "config.json"):
+        file = Path(model_path) / name
+        if file.is_file():
+            eos = json.loads(file.read_text("utf-8")).get("eos_token_id")
+            if eos is not None:
+                return [int(each) for each in (eos if isinstance(eos, list) else [eos])]
+    return []
+
+
+class _Spawner:
+    """Starts the children, watches them, and starts them anew when one is lost."""
+
+    def __init__(self, config: ServingConfig, num_stages: int, job: str, options: SpawnOptions) -> None:
+        self._config = config
+        self._num_stages = num_stages
+        self._job = job
+        self._options = options
+        self._revivals: list[float] = []
+        self._engine: Engine | None = None
+
+    def start(self) -> Engine:
+        group = self._spawn()
+        try:
+            loaded = loading.load(group, self._config, show_progress=self._options.show_progress)
+        except BaseException:
+            ranks.kill(group.peers)
+            group.leave()
+            raise
+        engine = Engine(loaded, make_scheduler(loaded, self._config), revive=self._revive, on_death=_log_death)
+        self._engine = engine
+        threading.Thread(target=self._watch, name="child-watch", daemon=True).start()
+        _warm_up(engine, self._config)
+        return engine
+
+    def _spawn(self) -> ranks.Group:
+        return ranks.spawn_peers(self._num_stages, self._config.pippy, self._job, self._options.stdout)
+
+    def _revive(self, error: PipelineError) -> LoadedRank:
+        assert self._engine is not None
+        old = self._engine.loaded
+        now = time.monotonic()
+        self._revivals = [then for then in self._revivals if now - then < _REVIVAL_WINDOW_S] + [now]
+        reason = ranks.lost(old.group, error)
+        if len(self._revivals) > _MAX_REVIVALS or self._num_stages == 1:
+            raise reason
+        logger.error("starting the ranks anew, because of: %s", reason)
+        ranks.kill(old.group.peers)
+        old.group.leave()
+        group = self._spawn()
+        try:
+            return loading.rejoin(old, group, self._config)
+        except LoadError:
+            ranks.kill(group.peers)
+            group.leave()
+            raise
+
+    def _watch(self) -> None:
+        """Report a child that ended while the engine is idle; a busy engine sees its connection close."""
+        engine = self._engine
+        reported: ranks.Group | None = None
+        while engine is not None and engine.is_running:
+            group = engine.loaded.group
+            dead = [process for process in list(group.peers) if process.poll() is not None]
+            if dead and group is not reported:
+                reported = group
+                engine.report_lost(PipelineError(f"a rank ended with status {dead[0].returncode}"))
+            time.sleep(_CHILD_POLL_S)
+
+
+def _warm_up(engine: Engine, config: ServingConfig) -> None:
+    """Send one token through all stages.
+
+    Raises:
+        LoadError: If it does not come back.
+    """
+    events: queue.Queue[TokenEvent] = queue.Queue()
+    engine.submit([0], SamplingParams(max_new_tokens=1, ignore_eos=True), events.put)
+    try:
+        event = events.get(timeout=config.pippy.step_timeout)
+    except queue.Empty:
+        raise LoadError(f"the first pass did not come back within {config.pippy.step_timeout:g} s") from None
+    if event.finish_reason is not FinishReason.LENGTH:
+        raise LoadError(f"the first pass failed: {event.error}")
+
+
+def _absolute(mapping: Mapping[str, Any], config: ServingConfig) -> dict[str, Any]:
+    """Return the file's blocks with the model path resolved, for children that know no archive directory."""
+    handler = {**mapping["handler"], "model_path": config.handler.model_path}
+    handler.pop("model_name", None)
+    return {"pippy": mapping.get("pippy") or {}, "handler": handler}
+
+
+def _log_death(error: PipelineError) -> None:
+    logger.error("the pipeline is broken for good: %s", error)
+
+
+def _end_process(error: PipelineError) -> None:
+    """Under torchrun: let pending answers out, then end, so that TorchServe restarts all ranks."""
+    _log_death(error)
+    threading.Timer(_LAST_WORDS_S, os._exit, (1,)).start()

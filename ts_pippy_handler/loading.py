@@ -1,0 +1,196 @@
+"""From a configuration to a loaded stage, the same on every rank and together with the others.
+
+Each rank traces the model, keeps its own stage, reads only that stage's weights and says how it went; if one rank
+fails, all fail with its reason. Then they agree on the size of the cache: the smallest rank decides. Knows nothing of
+requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from tqdm import tqdm
+
+from ts_pippy_handler import partition, tracing
+from ts_pippy_handler.config import PippyConfig, ServingConfig
+from ts_pippy_handler.errors import ConfigError, LoadError
+from ts_pippy_handler.ranks import Group, device_of, set_threads
+from ts_pippy_handler.stage import Stage
+from ts_pippy_handler.transport import Transport
+from ts_pippy_handler.weights import Checkpoint
+
+logger = logging.getLogger(__name__)
+
+_CACHE_SHARE = 0.25
+"""Part of a rank's free memory that the cache may take when no size is configured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedRank:
+    """What a rank has once loading succeeded everywhere."""
+
+    group: Group
+    stage: Stage
+    transport: Transport | None
+    """None for a single rank."""
+    num_slots: int
+    """Tokens the cache of every stage holds."""
+    max_len: int
+    """Tokens of one request: the model's window, or the cache if that is smaller."""
+    vocab_size: int
+
+
+def load(group: Group, config: ServingConfig, *, show_progress: bool = False) -> LoadedRank:
+    """Load this rank's stage, together with all ranks of ``group``.
+
+    Raises:
+        LoadError: On every rank, with the reason of each rank that failed.
+    """
+    started = time.monotonic()
+    stage, traced, error = None, None, None
+    try:
+        stage, traced = _load_stage(group, config, show_progress=show_progress)
+    except Exception as caught:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+        error = caught
+    group.outcome("loaded", error)
+    assert stage is not None and traced is not None
+    num_slots = _agree_on_slots(group, config.pippy, stage, traced)
+    stage.allocate_cache(num_slots)
+    transport = Transport(stage.device, config.pippy.step_timeout) if group.store is not None else None
+    logger.info(
+        "rank %d: stage %d of %d, layers %d-%d, %.1f MB of weights, cache of %d tokens, %s, %d threads, %.1f s",
+        group.place.rank,
+        stage.graph.index,
+        stage.graph.num_stages,
+        stage.graph.first_layer,
+        stage.graph.first_layer + stage.graph.num_layers - 1,
+        stage.num_bytes / 1e6,
+        num_slots,
+        stage.device,
+        torch.get_num_threads(),
+        time.monotonic() - started,
+    )
+    return LoadedRank(
+        group=group,
+        stage=stage,
+        transport=transport,
+        num_slots=num_slots,
+        max_len=min(num_slots, traced.max_positions or num_slots),
+        vocab_size=traced.vocab_size,
+    )
+
+
+def rejoin(loaded: LoadedRank, group: Group, config: ServingConfig) -> LoadedRank:
+    """Put an already loaded stage of this rank into a new group whose other ranks load afresh.
+
+    Raises:
+        LoadError: If another rank fails to load.
+    """
+    group.outcome("loaded", None)
+    group.wait_for_all("slots", loaded.num_slots)
+    return LoadedRank(
+        group=group,
+        stage=loaded.stage,
+        transport=Transport(loaded.stage.device, config.pippy.step_timeout),
+        num_slots=loaded.num_slots,
+        max_len=loaded.max_len,
+        vocab_size=loaded.vocab_size,
+    )
+
+
+def trace_checkpoint(config: ServingConfig) -> tracing.TracedModel:
+    """Trace the model a configuration names, in the configured dtype or the checkpoint's own."""
+    handler = config.handler
+    model_config = tracing.read_config(handler.model_path, trust_remote_code=handler.trust_remote_code)
+    name = handler.torch_dtype_name
+    dtype = tracing.checkpoint_dtype(model_config) if name is None else getattr(torch, name)
+    return tracing.trace(model_config, dtype)
+
+
+def layers_per_stage(traced: tracing.TracedModel, pippy: PippyConfig, num_stages: int) -> list[int]:
+    """Return how many layers each stage gets under ``pippy.split``.
+
+    Raises:
+        ConfigError: If the split does not fit the model or the number of stages.
+    """
+    if isinstance(pippy.split, list):
+        return partition.check_split(pippy.split, num_stages, traced.num_layers)
+    units = traced.units
+    costs = [unit.read_bytes if pippy.split == "time" else unit.weight_bytes for unit in units]
+    return partition.balance(costs, num_stages)
+
+
+def _load_stage(
+    group: Group, config: ServingConfig, *, show_progress: bool
+) -> tuple[Stage, tracing.TracedModel]:
+    place = group.place
+    set_threads(place, config.pippy.threads_per_rank)
+    checkpoint = Checkpoint(config.handler.model_path, config.handler.index_filename)
+    traced = trace_checkpoint(config)
+    sizes = layers_per_stage(traced, config.pippy, place.world_size)
+    graph = tracing.split(traced, sizes)[place.rank]
+    total = sum(parameter.nbytes for parameter in graph.module.parameters())
+    with tqdm(
+        total=total,
+        unit="B",
+        unit_scale=True,
+        desc=f"rank {place.rank}: reading weights",
+        disable=not show_progress,
+        leave=False,
+        position=place.rank,
+    ) as bar:
+        stage = Stage(graph, traced, checkpoint, device_of(place), bar.update)
+    return stage, traced
+
+
+def _agree_on_slots(group: Group, pippy: PippyConfig, stage: Stage, traced: tracing.TracedModel) -> int:
+    """Return the cache size that every rank can hold, in tokens, a multiple of the block size."""
+    if pippy.kv_cache_tokens is not None:
+        own = pippy.kv_cache_tokens
+    else:
+        share = _free_bytes(stage.device) * _CACHE_SHARE / (group.place.local_world_size if _is_cpu(stage) else 1)
+        own = int(share / max(stage.kv_bytes_per_token, 1))
+        if traced.max_positions:
+            own = min(own, traced.max_positions * pippy.max_running_requests)
+    smallest = min(group.wait_for_all("slots", own))
+    num_blocks = smallest // pippy.block_size
+    if num_blocks < 1:
+        raise LoadError(
+            f"the key/value cache holds {smallest} tokens on the smallest rank, less than one block of "
+            f"{pippy.block_size}; free memory or set pippy.kv_cache_tokens"
+        )
+    return int(num_blocks * pippy.block_size)
+
+
+def _is_cpu(stage: Stage) -> bool:
+    return stage.device.type == "cpu"
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = int(psutil.virtual_memory().available)
+    limit = Path("/sys/fs/cgroup/memory.max")  # a container's limit, which the host's figure does not show
+    used = Path("/sys/fs/cgroup/memory.current")
+    if limit.is_file() and used.is_file() and limit.read_text().strip().isdigit():
+        free = min(free, int(limit.read_text()) - int(used.read_text()))
+    return max(free, 0)
+
+
+def check_num_stages(pippy: PippyConfig, num_stages: int) -> None:
+    """Check what can be checked of the number of stages before the model is known.
+
+    Raises:
+        ConfigError: If it is not positive or contradicts an explicit split.
+    """
+    if num_stages < 1:
+        raise ConfigError(f"number of stages: got {num_stages}, at least 1 is needed")
+    if isinstance(pippy.split, list) and len(pippy.split) != num_stages:
+        raise ConfigError(
+            f"pippy.split: {pippy.split} describes {len(pippy.split)} stages, but there are {num_stages} ranks"
+        )

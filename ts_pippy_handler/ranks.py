@@ -1,0 +1,350 @@
+"""Who the ranks are, who starts them, how they find each other and how they end.
+
+Two launch modes meet here and nowhere else: under ``torchrun`` TorchServe started all ranks and the rendezvous is in
+the environment; in ``spawn`` mode rank 0 starts the others itself and hosts the rendezvous on a port of its own. With
+no rank variables and one stage there is nothing to join. This is the only module that reads rank variables.
+
+Ranks die with their parent, whoever kills it, and never outlive rank 0. Everything binds to loopback unless an
+interface is configured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+
+from ts_pippy_handler.config import PippyConfig
+from ts_pippy_handler.errors import ConfigError, LoadError, PipelineError
+
+logger = logging.getLogger(__name__)
+
+_PARENT_POLL_S = 0.5
+_OUTCOME_TIMEOUT_S = 3600.0
+_PARENT_PID = "TS_PIPPY_PARENT_PID"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """This process among the ranks."""
+
+    rank: int
+    """Global rank: which stage it runs."""
+    local_rank: int
+    """Rank on this host: which device it uses."""
+    world_size: int
+    local_world_size: int
+
+    @property
+    def name(self) -> str:
+        """Name of the rank's RPC agent, as upstream has it."""
+        return f"worker{self.rank}"
+
+
+def place_from_environment() -> Place:
+    """Return the place torchrun or :func:`spawn_peers` gave this process; alone when there are no rank variables."""
+    environment = os.environ
+    rank = int(environment.get("RANK", environment.get("LOCAL_RANK", "0")))
+    world_size = int(environment.get("WORLD_SIZE", "1"))
+    return Place(
+        rank=rank,
+        local_rank=int(environment.get("LOCAL_RANK", rank)),
+        world_size=world_size,
+        local_world_size=int(environment.get("LOCAL_WORLD_SIZE", world_size)),
+    )
+
+
+def device_of(place: Place) -> torch.device:
+    """Return the GPU of the local rank, or the CPU where there is none."""
+    count = torch.cuda.device_count()
+    return torch.device("cuda", place.local_rank % count) if count else torch.device("cpu")
+
+
+def set_threads(place: Place, threads_per_rank: int | None) -> int:
+    """Set torch's compute threads from the configuration or from the cores this host's ranks share; return them."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = threads_per_rank or max(1, cores // place.local_world_size)
+    torch.set_num_threads(threads)
+    return threads
+
+
+def die_with_parent() -> None:
+    """End this process when its parent is gone, within a second. Starts a daemon thread."""
+    parent = int(os.environ.get(_PARENT_PID, os.getppid()))
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_POLL_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+@dataclass
+class Group:
+    """The ranks that found each other. ``store`` is None for a single rank that needs no one."""
+
+    place: Place
+    store: dist.Store | None = None
+    peers: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    _is_joined: bool = False
+
+    def wait_for_all(self, key: str, value: object, timeout_s: float = _OUTCOME_TIMEOUT_S) -> list[Any]:
+        """Publish ``value`` under ``key`` and return every rank's, in order.
+
+        Raises:
+            LoadError: Naming the ranks that did not publish theirs in time, or died.
+        """
+        if self.store is None:
+            return [value]
+        self.store.set(f"ts_pippy/{key}/{self.place.rank}", json.dumps(value))
+        keys = [f"ts_pippy/{key}/{rank}" for rank in range(self.place.world_size)]
+        deadline = time.monotonic() + timeout_s
+        while not self.store.check(keys):
+            dead = [str(process.pid) for process in self.peers if process.poll() is not None]
+            missing = [rank for rank in range(self.place.world_size) if not self.store.check([keys[rank]])]
+            if dead and missing:
+                raise LoadError(f"ranks {missing} ended before they were ready (pids {', '.join(dead)})")
+            if time.monotonic() > deadline:
+                raise LoadError(f"ranks {missing} of {self.place.world_size} did not appear within {timeout_s:g} s")
+            time.sleep(0.01)
+        return [json.loads(self.store.get(each)) for each in keys]
+
+    def outcome(self, key: str, error: BaseException | None, timeout_s: float = _OUTCOME_TIMEOUT_S) -> None:
+        """Share whether this rank succeeded, and fail on all ranks if one did not.
+
+        Raises:
+            LoadError: With the reason of every rank that failed.
+        """
+        seen = self.wait_for_all(key, None if error is None else f"{type(error).__name__}: {error}", timeout_s)
+        failures = [f"rank {rank}: {reason}" for rank, reason in enumerate(seen) if reason is not None]
+        if failures:
+            raise LoadError("; ".join(failures)) from error
+
+    def fail(self, error: BaseException) -> None:
+        """Leave the reason of this rank's failure where the others find it."""
+        if self.store is not None:
+            self.store.set("ts_pippy/failure", f"rank {self.place.rank}: {type(error).__name__}: {error}")
+
+    def failure(self) -> str | None:
+        """Return the reason a rank left before it went, if any."""
+        try:
+            if self.store is not None and self.store.check(["ts_pippy/failure"]):
+                return self.store.get("ts_pippy/failure").decode()
+        except RuntimeError:  # the store went with its host
+            pass
+        return None
+
+    def leave(self) -> None:
+        """Leave the groups and end the peers this rank started; nothing of them remains."""
+        for process in self.peers:
+            try:
+                process.wait(timeout=3)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self.peers = []
+        if self._is_joined:
+            # Not a graceful shutdown: that waits for every peer, and the ones that matter here may be dead.
+            torch.distributed.rpc.shutdown(graceful=False)
+            dist.destroy_process_group()
+            self._is_joined = False
+        self.store = None
+
+
+def open_store(place: Place, timeout_s: float) -> dist.Store | None:
+    """Connect to the rendezvous store named by the environment; None for a single rank without one.
+
+    Raises:
+        LoadError: If nobody answers there in time.
+    """
+    if place.world_size == 1 and "MASTER_ADDR" not in os.environ:
+        return None
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if not address or not port:
+        raise ConfigError(f"WORLD_SIZE is {place.world_size}, but MASTER_ADDR and MASTER_PORT do not say where to meet")
+    try:
+        store = dist.TCPStore(
+            address,
+            int(port),
+            is_master=False if _has_agent_store() else place.rank == 0,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise LoadError(
+            f"rank {place.rank} of {place.world_size}: no rendezvous at {address}:{port} within {timeout_s:g} s"
+        ) from error
+    # A restarted group must not read what the group before it left in torchrun's store.
+    return dist.PrefixStore(f"ts_pippy_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _has_agent_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def join(place: Place, config: PippyConfig, store: dist.Store | None = None) -> Group:
+    """Bring this rank into RPC and the process group with all others.
+
+    Raises:
+        LoadError: Naming the ranks that did not appear within ``pippy.rpc_timeout``.
+    """
+    if store is None:
+        store = open_store(place, config.rpc_timeout)
+    group = Group(place, store)
+    if store is None:
+        return group
+    _bind(config.interface)
+    group.wait_for_all("present", os.getpid(), config.rpc_timeout)
+    _join_groups(group, config)
+    return group
+
+
+def _join_groups(group: Group, config: PippyConfig) -> None:
+    from torch.distributed import rpc
+
+    place = group.place
+    assert group.store is not None
+    timeout = timedelta(seconds=max(config.rpc_timeout, config.step_timeout))
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore("groups", group.store),
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timeout,
+    )
+    options = rpc.TensorPipeRpcBackendOptions(
+        num_worker_threads=config.num_worker_threads,
+        rpc_timeout=config.rpc_timeout,
+        # The default shared-memory transport keeps a core busy on every idle rank.
+        _transports=["uv"],
+    )
+    rpc.init_rpc(place.name, rank=place.rank, world_size=place.world_size, rpc_backend_options=options)
+    group._is_joined = True
+
+
+def _bind(interface: str | None) -> None:
+    """Make gloo and TensorPipe use one interface: loopback, or the configured one."""
+    name = interface or _loopback()
+    for variable in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ[variable] = name
+    if interface:
+        logger.warning("ranks listen on interface %s: whoever reaches its ports can run code in them", interface)
+
+
+def _loopback() -> str:
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in ("lo", "lo0") if name in names), names[0])
+
+
+def host_store(world_size: int, timeout_s: float) -> tuple[dist.TCPStore, int]:
+    """Host a rendezvous store on a loopback port chosen by the system; return it and the port."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(world_size * 2)
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        "127.0.0.1",
+        port,
+        world_size,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        use_libuv=True,
+    )
+    return store, port
+
+
+def spawn_peers(world_size: int, config: PippyConfig, job: str, stdout: IO[Any] | int | None = None) -> Group:
+    """Start ranks 1 … ``world_size - 1`` as children of this process, which becomes rank 0, and join them.
+
+    Args:
+        world_size: Number of ranks.
+        config: Timeouts, threads and interface.
+        job: What the children do, as text for ``ts_pippy_handler.worker``'s standard input.
+        stdout: Where the children print; by default where this process does.
+
+    Raises:
+        LoadError: If a child ends early or does not appear.
+    """
+    place = Place(rank=0, local_rank=0, world_size=world_size, local_world_size=world_size)
+    if world_size == 1:
+        return Group(place)
+    store, port = host_store(world_size, config.rpc_timeout)
+    rendezvous = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    group = Group(place, dist.PrefixStore("ts_pippy_0", store))
+    try:
+        group.peers = [_start(rank, rendezvous, job, stdout) for rank in range(1, world_size)]
+        _bind(config.interface)
+        group.wait_for_all("present", os.getpid(), config.rpc_timeout)
+        with _environment({**rendezvous, "RANK": "0", "LOCAL_RANK": "0"}):
+            _join_groups(group, config)
+    except BaseException:
+        kill(group.peers)
+        raise
+    return group
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables that torch reads only from the environment, for as long as it reads them."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _start(
+    rank: int, rendezvous: Mapping[str, str], job: str, stdout: IO[Any] | int | None
+) -> subprocess.Popen[bytes]:
+    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), _PARENT_PID: str(os.getpid())}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ts_pippy_handler.worker"],
+        env={**os.environ, **rendezvous, **own},
+        stdin=subprocess.PIPE,
+        stdout=stdout,
+    )
+    assert process.stdin is not None
+    process.stdin.write(job.encode())
+    process.stdin.close()
+    return process
+
+
+def kill(peers: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End child ranks at once and reap them."""
+    for process in peers:
+        process.kill()
+    for process in peers:
+        process.wait()
+
+
+def lost(group: Group, error: BaseException) -> PipelineError:
+    """Return the best account of why the pipeline broke: a rank's own last words before the symptom seen here."""
+    return PipelineError(group.failure() or str(error))

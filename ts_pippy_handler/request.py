@@ -1,0 +1,108 @@
+"""The nouns everybody shares: what a request asks for, what a batch holds, what a step answers.
+
+Plain data that also crosses between ranks (msgpack, never pickle). Knows no tensors, no text, no HTTP.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import msgspec
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended; every accepted request ends with exactly one."""
+
+    STOP = "stop"
+    """An end-of-sequence token or a stop string."""
+    LENGTH = "length"
+    """The number of new tokens that was asked for, or the end of the model's window."""
+    ABORT = "abort"
+    """Cancelled by the client."""
+    ERROR = "error"
+    """The pipeline failed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How new tokens are chosen and when to stop."""
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    """0 takes the most likely token."""
+    top_k: int = 0
+    """Only the k most likely tokens; 0 for all."""
+    top_p: float = 1.0
+    """Only the smallest set of tokens whose probabilities sum to at least this."""
+    seed: int = 0
+    """Decides the random draws: the same seed gives the same tokens, alone or in any batch."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the text; not part of it."""
+    ignore_eos: bool = False
+    """Go on after an end-of-sequence token."""
+    only_logits: bool = False
+    """Generate nothing: run the prompt and return the logits of all its tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenEvent:
+    """One step of one request: a new token, the end, or both."""
+
+    token_id: int | None
+    finish_reason: FinishReason | None = None
+    error: Exception | None = None
+    """What went wrong, when ``finish_reason`` is ``ERROR``."""
+
+
+class Segment(msgspec.Struct, frozen=True, array_like=True):
+    """Consecutive rows of a batch that belong to one request.
+
+    The request's cache, in token order, lies in ``runs``: pairs ``(first_slot, num_slots)`` of cache slots.
+    ::
+
+        logical position   0 ........ num_cached ........ num_cached + num_tokens
+                           [ written earlier  |  written by this batch ]
+    """
+
+    num_tokens: int
+    num_cached: int
+    runs: list[tuple[int, int]]
+
+    @property
+    def context_len(self) -> int:
+        """Tokens that the last row of the segment attends to, itself included."""
+        return self.num_cached + self.num_tokens
+
+
+class SampledRow(msgspec.Struct, frozen=True, array_like=True):
+    """A batch row whose next token is sampled, and how."""
+
+    row: int
+    position: int
+    """Number of tokens before the sampled one; with ``seed`` it decides the draw."""
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+
+
+class Batch(msgspec.Struct, frozen=True, array_like=True):
+    """What every stage is told of one pass: one packed row of tokens of any requests, without padding.
+
+    ``token_ids`` has one entry per row; ``segments`` cover the rows in order; ``sampled`` names the rows whose
+    logits are wanted.
+    """
+
+    number: int
+    token_ids: list[int]
+    segments: list[Segment]
+    sampled: list[SampledRow]
+    return_logits: bool = False
+    """Whether rank 0 also wants the logits of the sampled rows."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the batch."""
+        return len(self.token_ids)
+

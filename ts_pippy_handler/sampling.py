@@ -1,0 +1,60 @@
+"""Logits to token ids: pure functions, each row with its own parameters.
+
+The draw of a row depends only on its logits, its seed and its position, so a request gets the same tokens alone, in
+any batch and with any number of stages. Filters are those of transformers, in its order. Knows nothing of requests.
+
+Shapes: R sampled rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ts_pippy_handler.request import SampledRow
+
+
+def sample(logits_RV: torch.Tensor, rows: Sequence[SampledRow]) -> list[int]:
+    """Choose the next token of each row.
+
+    Args:
+        logits_RV: Logits of the sampled rows, any float dtype and device.
+        rows: How to sample each of them, in the same order.
+
+    Returns:
+        One token id per row.
+    """
+    token_ids: list[int] = logits_RV.argmax(-1).tolist()
+    for index, row in enumerate(rows):
+        if row.temperature > 0:
+            token_ids[index] = _draw(logits_RV[index], row)
+    return token_ids
+
+
+def _draw(logits_V: torch.Tensor, row: SampledRow) -> int:
+    scores = logits_V.detach().to("cpu", torch.float32)[None]
+    for warper in _warpers(row):
+        scores = warper(None, scores)
+    generator = torch.Generator().manual_seed(_mix(row.seed, row.position))
+    probabilities = torch.softmax(scores[0].double(), -1)
+    return int(torch.multinomial(probabilities, 1, generator=generator))
+
+
+def _warpers(row: SampledRow) -> list[object]:
+    # transformers takes a second to import, and greedy requests need none of it.
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    warpers: list[object] = []
+    if row.temperature != 1:
+        warpers.append(TemperatureLogitsWarper(row.temperature))
+    if row.top_k:
+        warpers.append(TopKLogitsWarper(row.top_k))
+    if row.top_p < 1:
+        warpers.append(TopPLogitsWarper(row.top_p))
+    return warpers
+
+
+def _mix(seed: int, position: int) -> int:
+    """Return a generator seed that differs for every seed and position (multiplier of Steele et al., SplitMix64)."""
+    return (seed * 0x9E3779B97F4A7C15 + position) % 2**63

@@ -1,0 +1,263 @@
+"""Decide what runs next: waiting and running requests in, batches of integers out. No torch, no text, no network.
+
+Continuous batching over a pipeline: while the batches in flight have not come back, their requests rest and others
+form the next batch, so that every stage has work. A request's tokens are its prompt and what was generated so far::
+
+    tokens        [ prompt ............................ | generated ... ]
+    num_scheduled [ sent through the stages |  still to send           ]
+
+A step sends the unsent tokens, the prompt in chunks where the token budget asks for it; when the last one was sent
+its logits give the next token. When the cache is full, the youngest request gives its blocks back and starts over.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from ts_pippy_handler.errors import InvalidRequestError, OverloadedError
+from ts_pippy_handler.kv_cache import BlockAllocator
+from ts_pippy_handler.request import Batch, FinishReason, SampledRow, SamplingParams, Segment, TokenEvent
+
+
+@dataclass(eq=False, slots=True)
+class RequestState:
+    """A request inside the scheduler."""
+
+    number: int
+    params: SamplingParams
+    num_prompt: int
+    tokens: list[int]
+    num_scheduled: int = 0
+    is_awaited: bool = False
+    """Whether a batch in flight will bring its next token."""
+    last_batch: int = -1
+
+    @property
+    def num_generated(self) -> int:
+        """New tokens so far."""
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_unscheduled(self) -> int:
+        """Known tokens that no batch has carried yet."""
+        return len(self.tokens) - self.num_scheduled
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds the scheduler."""
+
+    max_len: int
+    """Tokens of a request, prompt and new ones together."""
+    max_batch_tokens: int
+    max_running: int
+    max_waiting: int
+    num_in_flight: int
+    """Batches that may be under way at the same time."""
+
+
+@dataclass(slots=True)
+class Step:
+    """A batch and who gets what of its result."""
+
+    batch: Batch
+    sampled: list[tuple[RequestState, int]] = field(default_factory=list)
+    """Requests with sampled rows, in order, and how many rows each has."""
+
+
+class Scheduler:
+    """Owns every request from :meth:`add` to its finishing event."""
+
+    def __init__(self, allocator: BlockAllocator, limits: Limits, eos_token_ids: Collection[int] = ()) -> None:
+        self.allocator = allocator
+        self.limits = limits
+        self._eos = frozenset(eos_token_ids)
+        self._waiting: deque[RequestState] = deque()
+        self._running: dict[int, RequestState] = {}
+        self._num_batches = 0
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold cache."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that do not run yet, or had to give their cache back."""
+        return len(self._waiting)
+
+    def check(self, num_prompt: int, params: SamplingParams) -> None:
+        """Refuse a request that could never finish.
+
+        Raises:
+            InvalidRequestError: Naming what was asked for and what is possible.
+            OverloadedError: If too many requests wait already.
+        """
+        room = min(self.limits.max_len, self.allocator.num_blocks * self.allocator.block_size)
+        if num_prompt < 1:
+            raise InvalidRequestError("the prompt is empty: it has no tokens, at least one is needed")
+        if num_prompt + (0 if params.only_logits else 1) > room:
+            raise InvalidRequestError(
+                f"the prompt has {num_prompt} tokens; at most {room - 1} fit, "
+                f"so that one new token stays within the limit of {room}"
+            )
+        if not params.only_logits and num_prompt + params.max_new_tokens > room:
+            raise InvalidRequestError(
+                f"max_new_tokens is {params.max_new_tokens}, but with a prompt of {num_prompt} tokens "
+                f"at most {room - num_prompt} are possible (limit of {room} in all)"
+            )
+        if len(self._waiting) >= self.limits.max_waiting + self.limits.max_running:
+            raise OverloadedError(f"{len(self._waiting)} requests are waiting already, try again later")
+
+    def add(self, number: int, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        """Accept a request that passed :meth:`check`."""
+        self._waiting.append(RequestState(number, params, len(prompt_token_ids), list(prompt_token_ids)))
+
+    def abort(self, number: int) -> bool:
+        """Forget a request and free its cache at once; False if it is unknown or has finished.
+
+        Batches in flight may still write its slots, harmlessly: every stage works in order, so a later owner writes
+        after them.
+        """
+        sequence = self._running.pop(number, None)
+        if sequence is None:
+            sequence = next((waiting for waiting in self._waiting if waiting.number == number), None)
+            if sequence is None:
+                return False
+            self._waiting.remove(sequence)
+        self.allocator.free(number)
+        return True
+
+    def restart(self) -> list[int]:
+        """Take the cache of every running request, whose contents are lost; they run again from their tokens.
+
+        Returns:
+            The numbers of the requests that were running.
+        """
+        numbers = sorted(self._running, reverse=True)
+        for number in numbers:
+            sequence = self._running[number]
+            sequence.is_awaited = False
+            self._evict(sequence)
+        for waiting in self._waiting:  # evicted earlier, with a result under way that will not come
+            waiting.is_awaited = False
+        return numbers
+
+    def schedule(self) -> Step | None:
+        """Return the next batch, or None when every request rests or there are none."""
+        self._admit()
+        step = Step(Batch(self._num_batches, [], [], []))
+        rows = self._rows_per_batch()
+        ready = sorted(
+            (s for s in self._running.values() if s.num_unscheduled and not s.is_awaited), key=lambda s: s.last_batch
+        )
+        for sequence in ready:
+            budget = self.limits.max_batch_tokens - step.batch.num_tokens
+            if rows == len(step.batch.segments) or budget < 1 or not self._mixes(step.batch, sequence):
+                break
+            if sequence.number in self._running:  # it may have been evicted for one before it
+                self._append(step, sequence, min(budget, sequence.num_unscheduled))
+        if not step.batch.segments:
+            return None
+        self._num_batches += 1
+        return step
+
+    def commit(self, step: Step, token_ids: Sequence[int]) -> list[tuple[int, TokenEvent]]:
+        """Take the last stage's answer to a batch and return what happened, by request number."""
+        events = []
+        row = 0
+        for sequence, num_rows in step.sampled:
+            row += num_rows
+            sequence.is_awaited = False
+            if self._is_known(sequence):
+                events.append((sequence.number, self._advance(sequence, token_ids[row - 1])))
+        return events
+
+    def finish(self, number: int) -> None:
+        """Release a request whose last event was delivered."""
+        self.abort(number)
+
+    def check_integrity(self) -> None:
+        """Check that cache blocks belong to running requests or are free.
+
+        Raises:
+            PippyError: If a block is lost.
+        """
+        self.allocator.check_integrity()
+
+    def _is_known(self, sequence: RequestState) -> bool:
+        return self._running.get(sequence.number) is sequence or sequence in self._waiting
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self.limits.max_running:
+            sequence = self._waiting[0]
+            if sequence.is_awaited or not self.allocator.allocate(sequence.number, len(sequence.tokens)):
+                return
+            self._running[sequence.number] = self._waiting.popleft()
+
+    def _rows_per_batch(self) -> int:
+        """Spread the requests over the batches in flight: as few and large batches as keep every stage busy."""
+        active = min(len(self._running) + len(self._waiting), self.limits.max_running)
+        return -(-active // self.limits.num_in_flight)
+
+    @staticmethod
+    def _mixes(batch: Batch, sequence: RequestState) -> bool:
+        """Whether the request may join: logits are returned for all rows of a batch or for none."""
+        return not batch.segments or batch.return_logits == sequence.params.only_logits
+
+    def _append(self, step: Step, sequence: RequestState, num_tokens: int) -> None:
+        batch = step.batch
+        if not self._reserve(sequence, sequence.num_scheduled + num_tokens, batch.number):
+            return
+        start = sequence.num_scheduled
+        batch.token_ids.extend(sequence.tokens[start : start + num_tokens])
+        batch.segments.append(Segment(num_tokens, start, self.allocator.slots(sequence.number)))
+        sequence.num_scheduled += num_tokens
+        sequence.last_batch = batch.number
+        only_logits = sequence.params.only_logits
+        if only_logits:
+            step.batch = Batch(batch.number, batch.token_ids, batch.segments, batch.sampled, return_logits=True)
+        if sequence.num_unscheduled == 0 or only_logits:
+            first = batch.num_tokens - (num_tokens if only_logits else 1)
+            batch.sampled.extend(_sampled_row(row, sequence) for row in range(first, batch.num_tokens))
+            step.sampled.append((sequence, batch.num_tokens - first))
+            sequence.is_awaited = True
+
+    def _reserve(self, sequence: RequestState, num_tokens: int, batch_number: int) -> bool:
+        """Make sure the cache holds ``num_tokens`` of the request, evicting younger requests if it must.
+
+        Requests that are in the batch already keep their cache: two owners must not write a slot in one pass.
+        """
+        while not self.allocator.allocate(sequence.number, num_tokens):
+            evictable = [other for other in self._running.values() if other.last_batch != batch_number]
+            youngest = max(evictable, key=lambda other: other.number)
+            self._evict(youngest)
+            if youngest is sequence:
+                return False
+        return True
+
+    def _evict(self, sequence: RequestState) -> None:
+        """Take a request's cache away; it waits in front and is computed again from its known tokens."""
+        del self._running[sequence.number]
+        self.allocator.free(sequence.number)
+        sequence.num_scheduled = 0
+        self._waiting.appendleft(sequence)
+
+    def _advance(self, sequence: RequestState, token_id: int) -> TokenEvent:
+        params = sequence.params
+        if params.only_logits:
+            done = sequence.num_unscheduled == 0
+            return TokenEvent(token_id=None, finish_reason=FinishReason.LENGTH if done else None)
+        sequence.tokens.append(token_id)
+        if token_id in self._eos and not params.ignore_eos:
+            return TokenEvent(token_id=token_id, finish_reason=FinishReason.STOP)
+        if sequence.num_generated >= params.max_new_tokens:
+            return TokenEvent(token_id=token_id, finish_reason=FinishReason.LENGTH)
+        return TokenEvent(token_id=token_id)
+
+
+def _sampled_row(row: int, sequence: RequestState) -> SampledRow:
+    params = sequence.params
+    return SampledRow(row, len(sequence.tokens), params.temperature, params.top_k, params.top_p, params.seed)

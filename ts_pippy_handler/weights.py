@@ -1,0 +1,128 @@
+"""Read single tensors out of a Hugging Face checkpoint, so that a rank touches only what its stage uses.
+
+Handles safetensors and PyTorch ``.bin`` files, one or many, with or without an index. Every tensor is copied out of a
+memory mapping that is closed again, so resident memory grows by the stage's own tensors only. Knows which names exist
+and how to find them under another prefix; knows nothing of stages.
+
+Sources: the safetensors and ``torch.save`` formats; the index layout of ``transformers`` sharded checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ts_pippy_handler.errors import CheckpointError
+from ts_pippy_handler.validation import show
+
+_USUAL_FILES = (
+    "model.safetensors.index.json",
+    "model.safetensors",
+    "pytorch_model.bin.index.json",
+    "pytorch_model.bin",
+)
+
+
+class Checkpoint:
+    """The tensors of a checkpoint directory by name.
+
+    Args:
+        model_path: Directory of the checkpoint.
+        index_filename: Index or single weight file relative to it; the usual names are tried when absent.
+
+    Raises:
+        CheckpointError: If there are no weights, or the index or a file it names is missing or unreadable.
+    """
+
+    def __init__(self, model_path: str, index_filename: str | None = None) -> None:
+        self._directory = Path(model_path)
+        self._files = self._find_tensors(self._entry(index_filename))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def find(self, names: Iterable[str], prefix: str) -> str | None:
+        """Return the first of ``names`` that the checkpoint has, as written or with ``prefix.`` added or removed."""
+        dotted = f"{prefix}."
+        for name in names:
+            for candidate in (name, name.removeprefix(dotted), dotted + name):
+                if candidate in self._files:
+                    return candidate
+        return None
+
+    def read_into(self, name: str, target: torch.Tensor) -> None:
+        """Copy a tensor into ``target``, converting to its dtype and device.
+
+        Raises:
+            CheckpointError: Naming file and tensor, if the file is damaged or the shapes differ.
+        """
+        file = self._files[name]
+        try:
+            source = self._open(file, name)
+            if source.shape != target.shape:
+                raise CheckpointError(
+                    f"{file.name}: tensor {name!r} has shape {list(source.shape)}, the model needs {list(target.shape)}"
+                )
+            target.copy_(source)
+        except (SafetensorError, OSError, RuntimeError, KeyError, EOFError) as error:
+            raise CheckpointError(f"{file}: cannot read tensor {name!r}: {error}") from error
+
+    def _open(self, file: Path, name: str) -> torch.Tensor:
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as tensors:
+                found: torch.Tensor = tensors.get_tensor(name)
+        else:
+            found = _load_bin(file)[name]
+        return found
+
+    def _entry(self, index_filename: str | None) -> Path:
+        if index_filename is not None:
+            path = self._directory / index_filename
+            if not path.is_file():
+                raise CheckpointError(f"handler.index_filename: {index_filename!r} is not in {self._directory}")
+            return path
+        for name in _USUAL_FILES:
+            if (self._directory / name).is_file():
+                return self._directory / name
+        others = sorted(self._directory.glob("*.safetensors"))
+        if len(others) == 1:
+            return others[0]
+        raise CheckpointError(f"{self._directory}: no weights found; looked for {', '.join(_USUAL_FILES)}")
+
+    def _find_tensors(self, entry: Path) -> dict[str, Path]:
+        if entry.suffix != ".json":
+            return dict.fromkeys(_tensor_names(entry), entry)
+        try:
+            weight_map: dict[str, str] = json.loads(entry.read_text("utf-8"))["weight_map"]
+            files = {name: self._directory / file for name, file in weight_map.items()}
+        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+            raise CheckpointError(f"{entry}: not a checkpoint index with a 'weight_map': {error}") from error
+        for file in sorted(set(files.values())):
+            if not file.is_file():
+                raise CheckpointError(f"{file}: missing, although {entry.name} says it holds tensors")
+            present = set(_tensor_names(file))
+            lost = [name for name, where in files.items() if where == file and name not in present]
+            if lost:
+                raise CheckpointError(f"{file}: tensor {show(lost[0])} is missing, although {entry.name} lists it")
+        return files
+
+
+def _tensor_names(file: Path) -> list[str]:
+    try:
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as tensors:
+                return list(tensors.keys())
+        return list(_load_bin(file))
+    except (SafetensorError, OSError, RuntimeError, EOFError, ValueError) as error:
+        raise CheckpointError(f"{file}: unreadable or truncated: {error}") from error
+
+
+def _load_bin(file: Path) -> dict[str, Any]:
+    # weights_only: a pickle inside a checkpoint must not run code.
+    loaded: dict[str, Any] = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    return loaded

@@ -1,0 +1,90 @@
+"""A rank above 0: load a stage, then run every batch that rank 0 announces, until told to stop.
+
+``python -m ts_pippy_handler.worker`` is what spawn mode starts; under torchrun the same loop runs in a thread of
+TorchServe's own worker process. Knows nothing of requests or text.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import threading
+import warnings
+
+from ts_pippy_handler import loading, ranks
+from ts_pippy_handler.config import ServingConfig, load_config
+from ts_pippy_handler.errors import PippyError
+from ts_pippy_handler.loading import LoadedRank
+from ts_pippy_handler.sampling import sample
+
+logger = logging.getLogger(__name__)
+
+
+def run_batches(loaded: LoadedRank) -> None:
+    """Run batches until rank 0 says stop.
+
+    Raises:
+        PipelineError: If a neighbour is gone.
+    """
+    stage, transport = loaded.stage, loaded.transport
+    assert transport is not None
+    while (batch := transport.receive_batch()) is not None:
+        received = transport.receive_values(stage.graph.receives, batch.num_tokens)
+        outputs = stage.run(batch, received)
+        if stage.is_last:
+            logits = outputs[stage.graph.outputs[0]]
+            transport.send_result(batch, sample(logits, batch.sampled), logits)
+        else:
+            transport.send_values(stage.graph.sends, {**received, **outputs})
+
+
+def start_thread(loaded: LoadedRank) -> threading.Thread:
+    """Run batches in a daemon thread; end the process if the loop fails, so that the whole group restarts."""
+
+    def run() -> None:
+        try:
+            run_batches(loaded)
+        except BaseException as error:  # noqa: BLE001 - the process ends with it
+            _give_up(loaded.group, error)
+
+    thread = threading.Thread(target=run, name="stage", daemon=True)
+    thread.start()
+    return thread
+
+
+def _give_up(group: ranks.Group, error: BaseException) -> None:
+    stage = group.place.rank
+    logger.error("rank %d, stage %d stops: %s: %s", stage, stage, type(error).__name__, error)
+    try:
+        if not isinstance(error, PippyError):  # a lost neighbour is a symptom; its own last words matter more
+            group.fail(error)
+    finally:
+        sys.stderr.flush()
+        sys.stdout.flush()
+        os._exit(1)
+
+
+def main() -> None:
+    """Run a rank started by :func:`ts_pippy_handler.ranks.spawn_peers`; the job comes on standard input."""
+    ranks.die_with_parent()
+    job = json.load(sys.stdin)
+    logging.basicConfig(stream=sys.stdout, level=job["log_level"], format="%(message)s")
+    warnings.simplefilter("ignore")
+    config: ServingConfig = load_config(job["config"])
+    group = ranks.join(ranks.place_from_environment(), config.pippy)
+    try:
+        loaded = loading.load(group, config, show_progress=job["show_progress"])
+    except PippyError:
+        # The reason is with rank 0 already, which reports it once for all.
+        os._exit(1)
+    try:
+        run_batches(loaded)
+    except BaseException as error:  # noqa: BLE001 - the process ends with it
+        _give_up(group, error)
+    os._exit(0)  # rank 0 waits for the exit; RPC threads have nothing left to say
+
+
+if __name__ == "__main__":
+    main()
