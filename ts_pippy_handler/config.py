@@ -92,6 +92,9 @@ class PippyConfig(BaseModel):
     """Seconds one batch may take from the first stage to the last before the pipeline counts as broken."""
     threads_per_rank: Int | None = Field(None, ge=1)
     """Compute threads of each rank; by default the cores of this host divided among its ranks."""
+    pack_weights: bool = True
+    """Whether linear layers on a CPU keep their weights in oneDNN's layout: about twice as fast, equal up to
+    rounding. False computes with the kernels of plain torch."""
     interface: str | None = None
     """Network interface the ranks talk over. Loopback by default; name one to span hosts, on a trusted network
     only, since RPC executes what a peer sends."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from ts_pippy_handler.errors import InvalidRequestError, PipelineError, PippyError
+from ts_pippy_handler.errors import InvalidRequestError, PipelineError
 from ts_pippy_handler.loading import LoadedRank
 from ts_pippy_handler.request import FinishReason, SamplingParams, TokenEvent
 from ts_pippy_handler.sampling import sample
@@ -72,6 +72,11 @@ class Engine:
     def max_len(self) -> int:
         """Tokens of a request, prompt and new ones together."""
         return self.loaded.max_len
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """Ids that end a text."""
+        return sorted(self.scheduler.eos_token_ids)
 
     def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         """Refuse what :meth:`submit` would refuse of this request, without accepting it.
@@ -141,15 +146,14 @@ class Engine:
         self.loaded.group.leave()
 
     def _run(self) -> None:
-        with torch.inference_mode():
-            while self.failure is None and not self._closing:
-                try:
-                    self._step()
-                except PipelineError as error:
-                    self._recover(error)
-                except Exception as error:  # noqa: BLE001 - whatever it was, no request may hang
-                    logger.exception("engine step failed")
-                    self._recover(PipelineError(f"rank 0, stage 0: {type(error).__name__}: {error}"))
+        while self.failure is None and not self._closing:
+            try:
+                self._step()
+            except PipelineError as error:
+                self._recover(error)
+            except Exception as error:  # noqa: BLE001 - whatever it was, no request may hang
+                logger.exception("engine step failed")
+                self._recover(PipelineError(f"rank 0, stage 0: {type(error).__name__}: {error}"))
         self._end()
 
     def _step(self) -> None:
@@ -241,7 +245,7 @@ class Engine:
             if self._revive is None or self._closing:
                 raise error
             self.loaded = self._revive(error)
-        except PippyError as final:
+        except Exception as final:  # noqa: BLE001 - bringing ranks up can fail in any way; requests must hear of it
             self.failure = final if isinstance(final, PipelineError) else PipelineError(str(final))
 
     def _end(self) -> None:

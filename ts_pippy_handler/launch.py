@@ -13,13 +13,12 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from ts_pippy_handler import loading, ranks, worker
-from ts_pippy_handler.config import ServingConfig, load_config
+from ts_pippy_handler.config import ServingConfig
 from ts_pippy_handler.engine import Engine
 from ts_pippy_handler.errors import LoadError, PipelineError
 from ts_pippy_handler.kv_cache import BlockAllocator
@@ -45,25 +44,21 @@ class SpawnOptions:
     log_level: str = "INFO"
 
 
-def start_spawned(
-    mapping: Mapping[str, Any], num_stages: int, options: SpawnOptions | None = None, model_dir: str | None = None
-) -> Engine:
+def start_spawned(config: ServingConfig, num_stages: int, options: SpawnOptions | None = None) -> Engine:
     """Serve with this process as rank 0 and ``num_stages - 1`` children.
 
     Args:
-        mapping: A parsed model-config.yaml.
+        config: The checked configuration.
         num_stages: Number of stages, one rank each.
         options: Output of the children.
-        model_dir: Directory of the extracted archive, for a relative model path.
 
     Raises:
         LoadError: If the configuration is wrong or a rank fails to load.
     """
     options = options or SpawnOptions()
-    config = load_config(mapping, model_dir=model_dir)
     loading.check_num_stages(config.pippy, num_stages)
     job = json.dumps(
-        {"config": _absolute(mapping, config), "show_progress": options.show_progress, "log_level": options.log_level}
+        {"config": config.model_dump(exclude_none=True), "show_progress": options.show_progress, "log_level": options.log_level}
     )
     spawner = _Spawner(config, num_stages, job, options)
     return spawner.start()
@@ -118,6 +113,7 @@ class _Spawner:
         self._job = job
         self._options = options
         self._revivals: list[float] = []
+        self._generation = 0
         self._engine: Engine | None = None
 
     def start(self) -> Engine:
@@ -135,7 +131,9 @@ class _Spawner:
         return engine
 
     def _spawn(self) -> ranks.Group:
-        return ranks.spawn_peers(self._num_stages, self._config.pippy, self._job, self._options.stdout)
+        generation = self._generation
+        self._generation += 1
+        return ranks.spawn_peers(self._num_stages, self._config.pippy, self._job, self._options.stdout, generation)
 
     def _revive(self, error: PipelineError) -> LoadedRank:
         assert self._engine is not None
@@ -183,13 +181,6 @@ def _warm_up(engine: Engine, config: ServingConfig) -> None:
         raise LoadError(f"the first pass did not come back within {config.pippy.step_timeout:g} s") from None
     if event.finish_reason is not FinishReason.LENGTH:
         raise LoadError(f"the first pass failed: {event.error}")
-
-
-def _absolute(mapping: Mapping[str, Any], config: ServingConfig) -> dict[str, Any]:
-    """Return the file's blocks with the model path resolved, for children that know no archive directory."""
-    handler = {**mapping["handler"], "model_path": config.handler.model_path}
-    handler.pop("model_name", None)
-    return {"pippy": mapping.get("pippy") or {}, "handler": handler}
 
 
 def _log_death(error: PipelineError) -> None:

@@ -11,6 +11,7 @@ import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 import torch
@@ -144,8 +145,19 @@ def _load_stage(
         leave=False,
         position=place.rank,
     ) as bar:
-        stage = Stage(graph, traced, checkpoint, device_of(place), bar.update)
+        stage = Stage(
+            graph,
+            traced,
+            checkpoint,
+            device_of(place),
+            pack_weights=config.pippy.pack_weights,
+            progress=lambda num_bytes: _advance(bar, num_bytes),
+        )
     return stage, traced
+
+
+def _advance(bar: tqdm[NoReturn], num_bytes: int) -> None:
+    bar.update(num_bytes)
 
 
 def _agree_on_slots(group: Group, pippy: PippyConfig, stage: Stage, traced: tracing.TracedModel) -> int:

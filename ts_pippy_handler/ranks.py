@@ -10,7 +10,6 @@ interface is configured.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -19,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import IO, Any
@@ -34,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _PARENT_POLL_S = 0.5
 _OUTCOME_TIMEOUT_S = 3600.0
+_GENERATION = "TS_PIPPY_GENERATION"
 _PARENT_PID = "TS_PIPPY_PARENT_PID"
 
 
@@ -47,11 +47,16 @@ class Place:
     """Rank on this host: which device it uses."""
     world_size: int
     local_world_size: int
+    generation: int = 0
+    """How often spawn mode has started the ranks anew."""
 
     @property
     def name(self) -> str:
-        """Name of the rank's RPC agent, as upstream has it."""
-        return f"worker{self.rank}"
+        """Name of the rank's RPC agent, as upstream has it.
+
+        RPC counts its meetings by the names that met, for the life of a process: a new generation needs new names.
+        """
+        return f"worker{self.rank}" + (f"-{self.generation}" if self.generation else "")
 
 
 def place_from_environment() -> Place:
@@ -64,6 +69,7 @@ def place_from_environment() -> Place:
         local_rank=int(environment.get("LOCAL_RANK", rank)),
         world_size=world_size,
         local_world_size=int(environment.get("LOCAL_WORLD_SIZE", world_size)),
+        generation=int(environment.get(_GENERATION, "0")),
     )
 
 
@@ -165,14 +171,12 @@ class Group:
         self.store = None
 
 
-def open_store(place: Place, timeout_s: float) -> dist.Store | None:
-    """Connect to the rendezvous store named by the environment; None for a single rank without one.
+def open_store(place: Place, timeout_s: float) -> dist.Store:
+    """Connect to the rendezvous store named by the environment.
 
     Raises:
         LoadError: If nobody answers there in time.
     """
-    if place.world_size == 1 and "MASTER_ADDR" not in os.environ:
-        return None
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not address or not port:
         raise ConfigError(f"WORLD_SIZE is {place.world_size}, but MASTER_ADDR and MASTER_PORT do not say where to meet")
@@ -203,11 +207,9 @@ def join(place: Place, config: PippyConfig, store: dist.Store | None = None) -> 
     Raises:
         LoadError: Naming the ranks that did not appear within ``pippy.rpc_timeout``.
     """
-    if store is None:
-        store = open_store(place, config.rpc_timeout)
-    group = Group(place, store)
-    if store is None:
-        return group
+    if place.world_size == 1:
+        return Group(place)
+    group = Group(place, store or open_store(place, config.rpc_timeout))
     _bind(config.interface)
     group.wait_for_all("present", os.getpid(), config.rpc_timeout)
     _join_groups(group, config)
@@ -215,7 +217,7 @@ def join(place: Place, config: PippyConfig, store: dist.Store | None = None) -> 
 
 
 def _join_groups(group: Group, config: PippyConfig) -> None:
-    from torch.distributed import rpc
+    from torch.distributed import autograd, rpc
 
     place = group.place
     assert group.store is not None
@@ -233,7 +235,17 @@ def _join_groups(group: Group, config: PippyConfig) -> None:
         # The default shared-memory transport keeps a core busy on every idle rank.
         _transports=["uv"],
     )
-    rpc.init_rpc(place.name, rank=place.rank, world_size=place.world_size, rpc_backend_options=options)
+    # What init_rpc does, but it would put a count of its calls in this process into the store's keys, and a peer that
+    # was started anew cannot know that count.
+    autograd._init(place.rank)
+    rpc._init_rpc_backend(
+        backend=rpc.BackendType.TENSORPIPE,
+        store=dist.PrefixStore("rpc", group.store),
+        name=place.name,
+        rank=place.rank,
+        world_size=place.world_size,
+        rpc_backend_options=options,
+    )
     group._is_joined = True
 
 
@@ -270,7 +282,9 @@ def host_store(world_size: int, timeout_s: float) -> tuple[dist.TCPStore, int]:
     return store, port
 
 
-def spawn_peers(world_size: int, config: PippyConfig, job: str, stdout: IO[Any] | int | None = None) -> Group:
+def spawn_peers(
+    world_size: int, config: PippyConfig, job: str, stdout: IO[Any] | int | None = None, generation: int = 0
+) -> Group:
     """Start ranks 1 … ``world_size - 1`` as children of this process, which becomes rank 0, and join them.
 
     Args:
@@ -278,11 +292,14 @@ def spawn_peers(world_size: int, config: PippyConfig, job: str, stdout: IO[Any] 
         config: Timeouts, threads and interface.
         job: What the children do, as text for ``ts_pippy_handler.worker``'s standard input.
         stdout: Where the children print; by default where this process does.
+        generation: How many groups this process has started before.
 
     Raises:
         LoadError: If a child ends early or does not appear.
     """
-    place = Place(rank=0, local_rank=0, world_size=world_size, local_world_size=world_size)
+    place = Place(
+        rank=0, local_rank=0, world_size=world_size, local_world_size=world_size, generation=generation
+    )
     if world_size == 1:
         return Group(place)
     store, port = host_store(world_size, config.rpc_timeout)
@@ -292,33 +309,18 @@ def spawn_peers(world_size: int, config: PippyConfig, job: str, stdout: IO[Any] 
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        _GENERATION: str(generation),
     }
     group = Group(place, dist.PrefixStore("ts_pippy_0", store))
     try:
         group.peers = [_start(rank, rendezvous, job, stdout) for rank in range(1, world_size)]
         _bind(config.interface)
         group.wait_for_all("present", os.getpid(), config.rpc_timeout)
-        with _environment({**rendezvous, "RANK": "0", "LOCAL_RANK": "0"}):
-            _join_groups(group, config)
+        _join_groups(group, config)
     except BaseException:
         kill(group.peers)
         raise
     return group
-
-
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables that torch reads only from the environment, for as long as it reads them."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _start(

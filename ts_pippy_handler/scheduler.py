@@ -73,7 +73,7 @@ class Scheduler:
     def __init__(self, allocator: BlockAllocator, limits: Limits, eos_token_ids: Collection[int] = ()) -> None:
         self.allocator = allocator
         self.limits = limits
-        self._eos = frozenset(eos_token_ids)
+        self.eos_token_ids = frozenset(eos_token_ids)
         self._waiting: deque[RequestState] = deque()
         self._running: dict[int, RequestState] = {}
         self._num_batches = 0
@@ -251,7 +251,7 @@ class Scheduler:
             done = sequence.num_unscheduled == 0
             return TokenEvent(token_id=None, finish_reason=FinishReason.LENGTH if done else None)
         sequence.tokens.append(token_id)
-        if token_id in self._eos and not params.ignore_eos:
+        if token_id in self.eos_token_ids and not params.ignore_eos:
             return TokenEvent(token_id=token_id, finish_reason=FinishReason.STOP)
         if sequence.num_generated >= params.max_new_tokens:
             return TokenEvent(token_id=token_id, finish_reason=FinishReason.LENGTH)

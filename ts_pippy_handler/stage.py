@@ -15,6 +15,7 @@ from torch import fx
 
 from ts_pippy_handler.attention import AttentionPlan, CachedAttention
 from ts_pippy_handler.errors import CheckpointError, UnsupportedModelError
+from ts_pippy_handler.packing import pack, use_packed_linears
 from ts_pippy_handler.request import Batch
 from ts_pippy_handler.tracing import StageGraph, TracedModel, attention_specs
 from ts_pippy_handler.weights import Checkpoint
@@ -28,6 +29,7 @@ class Stage:
         traced: The model it was cut from: names, dtype and buffer values.
         checkpoint: Where the weights are.
         device: Where the stage runs.
+        pack_weights: Whether linear layers on a CPU use packed weights.
         progress: Called with the number of bytes of each tensor that was read.
 
     Raises:
@@ -41,15 +43,20 @@ class Stage:
         traced: TracedModel,
         checkpoint: Checkpoint,
         device: torch.device,
+        *,
+        pack_weights: bool = True,
         progress: Callable[[int], None] = lambda num_bytes: None,
     ) -> None:
         self.graph = graph
         self.dtype = traced.dtype
         self.device = device
         self._plan = AttentionPlan()
+        self.num_bytes = sum(parameter.nbytes for parameter in graph.module.parameters())
+        """Bytes of the stage's weights."""
         self._attentions = _install_attention(graph.module, self._plan)
         _move_to_device(graph.module, device)
-        _load_tensors(graph, traced, checkpoint, device, progress)
+        packed = use_packed_linears(graph.module, traced.dtype, device) if pack_weights else {}
+        _load_tensors(graph, traced, checkpoint, device, packed, progress)
         graph.module.recompile()
 
     @property
@@ -61,11 +68,6 @@ class Stage:
     def is_last(self) -> bool:
         """Whether the stage computes the logits."""
         return self.graph.index == self.graph.num_stages - 1
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the stage's weights."""
-        return sum(parameter.nbytes for parameter in self.graph.module.parameters())
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -138,10 +140,13 @@ def _load_tensors(
     traced: TracedModel,
     checkpoint: Checkpoint,
     device: torch.device,
+    packed: Mapping[str, str],
     progress: Callable[[int], None],
 ) -> None:
     prefix = traced.base_model_prefix
-    for key, template in list(graph.module.named_parameters()):
+    buffers = list(graph.module.named_buffers())
+    # The largest tensors first: while one is packed it exists twice, and then little else is in memory.
+    for key, template in sorted(graph.module.named_parameters(), key=lambda item: -item[1].numel()):
         name = graph.tensors.get(key, key)
         found = checkpoint.find(traced.aliases.get(name, [name]), prefix)
         if found is None:
@@ -149,8 +154,12 @@ def _load_tensors(
         value = torch.empty(template.shape, dtype=template.dtype, device=device)
         checkpoint.read_into(found, value)
         progress(value.nbytes)
-        _set(graph.module, key, torch.nn.Parameter(value, requires_grad=False))
-    for key, buffer in list(graph.module.named_buffers()):
+        if packed.get(key) != key:
+            _set(graph.module, key, torch.nn.Parameter(value, requires_grad=False))
+        if key in packed:
+            _drop_parameter(graph.module, packed[key])
+            graph.module.register_buffer(packed[key], pack(value))
+    for key, buffer in buffers:
         name = graph.tensors.get(key, key)
         _set(graph.module, key, _buffer_value(name, buffer, traced, checkpoint, prefix).to(device))
 
@@ -168,6 +177,12 @@ def _buffer_value(
     if computed.is_meta:
         raise UnsupportedModelError(f"the traced model holds a constant {name!r} whose value is unknown")
     return computed
+
+
+def _drop_parameter(module: torch.nn.Module, key: str) -> None:
+    """Make room for a buffer where a parameter was."""
+    if key in module._parameters:
+        del module._parameters[key]
 
 
 def _set(module: torch.nn.Module, key: str, value: torch.Tensor) -> None:

@@ -1,0 +1,187 @@
+"""The body of an inference request, checked: what TorchServe hands to a handler becomes prompts and wishes.
+
+Text, JSON and form bodies are understood; anything else, and any field we would not honour, is refused with a
+sentence. Knows the shapes TorchServe uses for request data; does not import TorchServe, and knows no engine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ts_pippy_handler.config import Float, Int
+from ts_pippy_handler.errors import InvalidRequestError
+from ts_pippy_handler.generator import Prompt, Wishes
+from ts_pippy_handler.validation import describe_errors, show
+
+_NUMBERS = {"max_new_tokens": int, "temperature": float, "top_p": float, "top_k": int, "seed": int}
+"""Fields of a form that are numbers; a form carries text only."""
+_MAX_PROMPTS = 256
+_MAX_STOPS = 16
+
+Text = Annotated[str, Field(min_length=1)]
+TokenIds = Annotated[list[Int], Field(min_length=1)]
+
+
+class Message(BaseModel):
+    """One turn of a conversation."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    role: Text
+    content: str
+
+
+class GenerationPayload(BaseModel):
+    """A request of the plain TorchServe contract."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    prompt: Text | Annotated[list[Text], Field(min_length=1, max_length=_MAX_PROMPTS)] | None = None
+    """One text or several; several give a list of answers."""
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    """A conversation for the model's chat template, instead of a prompt."""
+    input_ids: TokenIds | Annotated[list[TokenIds], Field(min_length=1, max_length=_MAX_PROMPTS)] | None = None
+    """Token ids instead of text, for one prompt or several."""
+    max_new_tokens: Int | None = Field(None, ge=1)
+    temperature: Float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
+    """0, the default, takes the most likely token."""
+    top_p: Float | None = Field(None, gt=0, le=1)
+    top_k: Int | None = Field(None, ge=0)
+    seed: Int | None = Field(None, ge=0, lt=2**63)
+    stop: Text | Annotated[list[Text], Field(max_length=_MAX_STOPS)] | None = None
+    ignore_eos: bool = False
+
+    @model_validator(mode="after")
+    def _one_source(self) -> GenerationPayload:
+        given = [name for name in ("prompt", "messages", "input_ids") if getattr(self, name) is not None]
+        if len(given) != 1:
+            seen = " and ".join(given) or "none of them"
+            raise ValueError(f"exactly one of prompt, messages and input_ids is needed, got {seen}")
+        return self
+
+    @property
+    def is_list(self) -> bool:
+        """Whether several prompts were sent, so that a list of answers is due."""
+        if self.input_ids is not None:
+            return isinstance(self.input_ids[0], list)
+        return isinstance(self.prompt, list)
+
+    def prompts(self) -> list[Prompt]:
+        """Return what to continue."""
+        if self.messages is not None:
+            return [Prompt(messages=[message.model_dump() for message in self.messages])]
+        if self.input_ids is not None:
+            rows = self.input_ids if self.is_list else [self.input_ids]
+            return [Prompt(token_ids=row) for row in rows]  # type: ignore[arg-type]
+        texts = self.prompt if isinstance(self.prompt, list) else [self.prompt]
+        return [Prompt(text=text) for text in texts]
+
+    def wishes(self) -> Wishes:
+        """Return how to continue."""
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return Wishes(
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            seed=self.seed,
+            stop=stop,
+            ignore_eos=self.ignore_eos,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParsedRequest:
+    """A checked request and the form its answer takes."""
+
+    payload: GenerationPayload
+    is_plain_text: bool
+    """Whether the body was a bare prompt; then the answer is bare text too."""
+
+
+def parse_request(data: Mapping[str, Any], content_type: str | None = None) -> ParsedRequest:
+    """Check one item of the list that TorchServe passes to ``handle``.
+
+    Args:
+        data: Body or form fields by name, values as bytes, text, or parsed JSON.
+        content_type: The request's Content-Type header, if it is known.
+
+    Raises:
+        InvalidRequestError: Saying what was seen and what is allowed.
+    """
+    if not data:
+        raise InvalidRequestError("the body is empty; send a prompt as text, JSON or a form")
+    for name in ("body", "data"):
+        if set(data) == {name}:
+            return _parse_body(data[name], content_type or "")
+    return ParsedRequest(payload=_validate(_form_fields(data)), is_plain_text=False)
+
+
+def _parse_body(body: Any, content_type: str) -> ParsedRequest:
+    if isinstance(body, (bytes, bytearray)):
+        if "json" in content_type.lower():
+            return ParsedRequest(payload=_validate(_parse_json(bytes(body))), is_plain_text=False)
+        body = _decode(bytes(body), "the body")
+    if isinstance(body, str):
+        if "json" in content_type.lower():
+            raise InvalidRequestError(f"the JSON body must be an object with a 'prompt', got {show(body)}")
+        if not body:
+            raise InvalidRequestError("the body is empty; send a prompt as text, JSON or a form")
+        return ParsedRequest(payload=_validate({"prompt": body}), is_plain_text=True)
+    return ParsedRequest(payload=_validate(body), is_plain_text=False)
+
+
+def _parse_json(body: bytes) -> Any:
+    text = _decode(body, "the JSON body")
+    if not text.strip():
+        raise InvalidRequestError("the body is empty; send a JSON object with a 'prompt'")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}, got {show(text)}") from None
+
+
+def _decode(body: bytes, what: str) -> str:
+    try:
+        return body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(
+            f"{what} is not valid UTF-8: byte {body[error.start]:#04x} at offset {error.start}"
+        ) from None
+
+
+def _validate(fields: Any) -> GenerationPayload:
+    if not isinstance(fields, Mapping):
+        raise InvalidRequestError(f"the JSON body must be an object with a 'prompt', got {show(fields)}")
+    try:
+        return GenerationPayload.model_validate(dict(fields))
+    except ValidationError as error:
+        raise InvalidRequestError(describe_errors(error, GenerationPayload)) from None
+
+
+def _form_fields(data: Mapping[str, Any]) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for name, value in data.items():
+        text = _decode(bytes(value), f"form field {name!r}") if isinstance(value, (bytes, bytearray)) else value
+        fields[name] = _number(name, text) if isinstance(text, str) else text
+        if name.lstrip().startswith("{"):
+            raise InvalidRequestError("the body looks like JSON sent as a form; add 'Content-Type: application/json'")
+    if isinstance(fields.get("ignore_eos"), str):
+        fields["ignore_eos"] = {"true": True, "1": True, "false": False, "0": False}.get(
+            fields["ignore_eos"].lower(), fields["ignore_eos"]
+        )
+    return fields
+
+
+def _number(name: str, text: str) -> Any:
+    if name not in _NUMBERS:
+        return text
+    try:
+        return _NUMBERS[name](text)
+    except ValueError:
+        return text  # refused by the check, which names what was seen
