@@ -143,7 +143,7 @@ class Engine:
             self._closing = True
             self._wake.notify()
         self._thread.join(timeout_s)
-        self.loaded.group.leave()
+        self.loaded.group.leave(is_broken=self.failure is not None or self._thread.is_alive())
 
     def _run(self) -> None:
         while self.failure is None and not self._closing:

@@ -121,8 +121,7 @@ class _Spawner:
         try:
             loaded = loading.load(group, self._config, show_progress=self._options.show_progress)
         except BaseException:
-            ranks.kill(group.peers)
-            group.leave()
+            group.leave(is_broken=True)
             raise
         engine = Engine(loaded, make_scheduler(loaded, self._config), revive=self._revive, on_death=_log_death)
         self._engine = engine
@@ -144,14 +143,12 @@ class _Spawner:
         if len(self._revivals) > _MAX_REVIVALS or self._num_stages == 1:
             raise reason
         logger.error("starting the ranks anew, because of: %s", reason)
-        ranks.kill(old.group.peers)
-        old.group.leave()
+        old.group.leave(is_broken=True)
         group = self._spawn()
         try:
             return loading.rejoin(old, group, self._config)
         except LoadError:
-            ranks.kill(group.peers)
-            group.leave()
+            group.leave(is_broken=True)
             raise
 
     def _watch(self) -> None:

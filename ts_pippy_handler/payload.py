@@ -119,21 +119,35 @@ def parse_request(data: Mapping[str, Any], content_type: str | None = None) -> P
     for name in ("body", "data"):
         if set(data) == {name}:
             return _parse_body(data[name], content_type or "")
-    return ParsedRequest(payload=_validate(_form_fields(data)), is_plain_text=False)
+    return ParsedRequest(payload=check_fields(_form_fields(data)), is_plain_text=False)
+
+
+def check_fields(fields: Any) -> GenerationPayload:
+    """Check the fields of a request.
+
+    Raises:
+        InvalidRequestError: Naming each wrong field, the value seen and what is allowed.
+    """
+    if not isinstance(fields, Mapping):
+        raise InvalidRequestError(f"the JSON body must be an object with a 'prompt', got {show(fields)}")
+    try:
+        return GenerationPayload.model_validate(dict(fields))
+    except ValidationError as error:
+        raise InvalidRequestError(describe_errors(error, GenerationPayload)) from None
 
 
 def _parse_body(body: Any, content_type: str) -> ParsedRequest:
     if isinstance(body, (bytes, bytearray)):
         if "json" in content_type.lower():
-            return ParsedRequest(payload=_validate(_parse_json(bytes(body))), is_plain_text=False)
+            return ParsedRequest(payload=check_fields(_parse_json(bytes(body))), is_plain_text=False)
         body = _decode(bytes(body), "the body")
     if isinstance(body, str):
         if "json" in content_type.lower():
             raise InvalidRequestError(f"the JSON body must be an object with a 'prompt', got {show(body)}")
         if not body:
             raise InvalidRequestError("the body is empty; send a prompt as text, JSON or a form")
-        return ParsedRequest(payload=_validate({"prompt": body}), is_plain_text=True)
-    return ParsedRequest(payload=_validate(body), is_plain_text=False)
+        return ParsedRequest(payload=check_fields({"prompt": body}), is_plain_text=True)
+    return ParsedRequest(payload=check_fields(body), is_plain_text=False)
 
 
 def _parse_json(body: bytes) -> Any:
@@ -153,15 +167,6 @@ def _decode(body: bytes, what: str) -> str:
         raise InvalidRequestError(
             f"{what} is not valid UTF-8: byte {body[error.start]:#04x} at offset {error.start}"
         ) from None
-
-
-def _validate(fields: Any) -> GenerationPayload:
-    if not isinstance(fields, Mapping):
-        raise InvalidRequestError(f"the JSON body must be an object with a 'prompt', got {show(fields)}")
-    try:
-        return GenerationPayload.model_validate(dict(fields))
-    except ValidationError as error:
-        raise InvalidRequestError(describe_errors(error, GenerationPayload)) from None
 
 
 def _form_fields(data: Mapping[str, Any]) -> dict[str, Any]:

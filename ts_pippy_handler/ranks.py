@@ -10,6 +10,7 @@ interface is configured.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -32,6 +33,7 @@ from ts_pippy_handler.errors import ConfigError, LoadError, PipelineError
 logger = logging.getLogger(__name__)
 
 _PARENT_POLL_S = 0.5
+_LEAVE_TIMEOUT_S = 5
 _OUTCOME_TIMEOUT_S = 3600.0
 _GENERATION = "TS_PIPPY_GENERATION"
 _PARENT_PID = "TS_PIPPY_PARENT_PID"
@@ -154,20 +156,25 @@ class Group:
             pass
         return None
 
-    def leave(self) -> None:
-        """Leave the groups and end the peers this rank started; nothing of them remains."""
+    def leave(self, *, is_broken: bool = False) -> None:
+        """Leave the groups and end the peers this rank started; nothing of them remains.
+
+        Args:
+            is_broken: Whether peers may be dead; otherwise all ranks leave RPC together, which keeps the log quiet.
+        """
+        if is_broken:
+            kill(self.peers)
+        if self._is_joined:
+            self._is_joined = False
+            with contextlib.suppress(RuntimeError):  # a peer that died meanwhile
+                torch.distributed.rpc.shutdown(graceful=not is_broken, timeout=_LEAVE_TIMEOUT_S)
+            dist.destroy_process_group()
         for process in self.peers:
             try:
-                process.wait(timeout=3)
+                process.wait(_LEAVE_TIMEOUT_S)
             except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+                kill([process])
         self.peers = []
-        if self._is_joined:
-            # Not a graceful shutdown: that waits for every peer, and the ones that matter here may be dead.
-            torch.distributed.rpc.shutdown(graceful=False)
-            dist.destroy_process_group()
-            self._is_joined = False
         self.store = None
 
 

@@ -10,6 +10,7 @@ Sources: ``torch.export``; torchpippy 0.2.0 ``pippy/IR.py``.
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -144,6 +145,19 @@ class TracedModel:
     @cached_property
     def units(self) -> list[Unit]:
         """Cost of each layer, the embedding counted with the first and the head with the last."""
+        return [self.cost(range(layer, layer + 1)) for layer in range(self.num_layers)]
+
+    def cost(self, layers: range) -> Unit:
+        """Return the cost of consecutive layers on one stage; a weight they share is counted once."""
+        names: dict[str, bool] = {}
+        for layer in layers:
+            for name, is_read in self._usage[0][layer].items():
+                names[name] = names.get(name, False) or is_read
+        return self._unit(names, sum(self._usage[1][layer] for layer in layers))
+
+    @cached_property
+    def _usage(self) -> tuple[list[dict[str, bool]], list[int]]:
+        """Parameters of each layer (whether read whole, or looked up by row), and numbers cached per token."""
         layers = self.layer_of()
         used: list[dict[str, bool]] = [{} for _ in range(self.num_layers)]
         kv = [0] * self.num_layers
@@ -155,7 +169,7 @@ class TracedModel:
                     is_lookup = node.target is torch.ops.aten.embedding.default
                     name = source.target.removeprefix("model.")
                     used[layers[node]][name] = used[layers[node]].get(name, False) or not is_lookup
-        return [self._unit(names, values) for names, values in zip(used, kv, strict=True)]
+        return used, kv
 
     def _unit(self, names: dict[str, bool], kv_values: int) -> Unit:
         sizes = {name: self.parameters[name].numel() for name in names}
@@ -342,6 +356,7 @@ def split(traced: TracedModel, layers_per_stage: Sequence[int]) -> list[StageGra
         layers_per_stage: Number of layers of each stage, at least one each, summing to all layers.
     """
     # torchpippy is archived and imports slowly; only splitting needs it.
+    logging.getLogger("pippy").setLevel(logging.ERROR)  # it warns of a missing training loss
     from pippy import Pipe, pipe_split
     from pippy.IR import MultiUseParameterConfig
 

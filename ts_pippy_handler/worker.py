@@ -83,6 +83,7 @@ def main() -> None:
         run_batches(loaded)
     except BaseException as error:  # noqa: BLE001 - the process ends with it
         _give_up(group, error)
+    group.leave()
     os._exit(0)  # rank 0 waits for the exit; RPC threads have nothing left to say
 
 

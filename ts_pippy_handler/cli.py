@@ -1,0 +1,247 @@
+"""The ``ts-pippy`` command: generate without TorchServe, plan a split, package a model.
+
+Errors go to standard error in one line with a status other than 0; ``--debug`` shows the traceback instead. Results
+go to standard output, and nothing else does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ts_pippy_handler import __version__
+from ts_pippy_handler.config import DTYPES, ServingConfig, load_config
+from ts_pippy_handler.errors import ConfigError, InvalidRequestError, PippyError
+
+if TYPE_CHECKING:
+    from ts_pippy_handler.generator import Answer, Prompt, Wishes
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    options = _parser().parse_args(arguments)
+    # Answers and plans own standard output; every line of logging goes to standard error, also from torch.
+    logging.basicConfig(stream=sys.stderr, level="INFO" if options.debug else "WARNING", format="%(message)s")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    try:
+        status: int = options.run(options)
+        return status
+    except PippyError as error:
+        if options.debug:
+            raise
+        print(f"ts-pippy: error: {error}", file=sys.stderr)
+        return 1
+    except Exception as error:  # noqa: BLE001 - a user sees one line; --debug shows where it came from
+        if options.debug:
+            raise
+        print(f"ts-pippy: internal error: {type(error).__name__}: {error} (--debug shows more)", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("ts-pippy: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ts-pippy", description="Serve a Hugging Face model split into pipeline stages."
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_generate(commands)
+    _add_plan(commands)
+    _add_package(commands)
+    return parser
+
+
+def _command(commands: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    parser.set_defaults(run=run)
+    parser.add_argument("model_dir", metavar="MODEL_DIR", help="directory of a Hugging Face checkpoint")
+    parser.add_argument("--stages", type=int, required=True, metavar="N", help="number of pipeline stages")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), help="by default the checkpoint's own")
+    parser.add_argument(
+        "--split", type=_split, default="time", help="'time' (default), 'memory', or layers per stage: '[10,20]'"
+    )
+    parser.add_argument("--debug", action="store_true", help="log more, and show the traceback of an error")
+    return parser
+
+
+def _add_generate(commands: Any) -> None:
+    parser = _command(commands, "generate", _generate, "Continue prompts with the engine that TorchServe would run.")
+    parser.add_argument(
+        "--prompt", dest="prompts", action=_AppendPrompt, default=[], metavar="TEXT", help="may be repeated"
+    )
+    parser.add_argument(
+        "--input-ids", dest="prompts", action=_AppendIds, metavar="'[1,2,3]'", help="token ids instead of text"
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="K")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0, the default, takes the most likely token")
+    parser.add_argument("--top-p", type=float, metavar="P")
+    parser.add_argument("--top-k", type=int, metavar="K")
+    parser.add_argument("--seed", type=int, metavar="S")
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="ends the text; may be repeated")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
+    parser.add_argument("--json", action="store_true", help="print one JSON list")
+
+
+def _add_plan(commands: Any) -> None:
+    parser = _command(commands, "plan", _plan, "Show how a model would be split, without reading weights.")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _add_package(commands: Any) -> None:
+    parser = _command(commands, "package", _package, "Write model-config.yaml and handler, and archive them.")
+    parser.add_argument("--name", required=True, help="model name at TorchServe")
+    parser.add_argument("-o", "--output", required=True, type=Path, metavar="DIR", help="model store directory")
+    parser.add_argument("--launch", choices=["torchrun", "spawn"], default="torchrun", help="who starts the ranks")
+    parser.add_argument("--archive-format", choices=["default", "tgz", "no-archive"], default="default")
+    parser.add_argument("--model-version", default="1.0", metavar="V")
+    parser.add_argument("--copy-weights", action="store_true", help="put the checkpoint into the archive")
+    parser.add_argument("--force", action="store_true", help="replace an existing archive")
+
+
+def _split(text: str) -> str | list[int]:
+    if text in ("time", "memory"):
+        return text
+    try:
+        sizes = json.loads(text)
+    except ValueError:
+        sizes = None
+    if not isinstance(sizes, list) or not all(type(size) is int for size in sizes):
+        raise argparse.ArgumentTypeError(f"must be 'time', 'memory' or a list like '[10,20]', got {text!r}")
+    return sizes
+
+
+class _AppendPrompt(argparse.Action):
+    """Keep texts and token ids in the order they were given."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        namespace.prompts = [*namespace.prompts, self.parsed(parser, values)]
+
+    def parsed(self, parser: argparse.ArgumentParser, value: str) -> str | list[int]:
+        """Return the prompt an argument stands for."""
+        return value
+
+
+class _AppendIds(_AppendPrompt):
+    def parsed(self, parser: argparse.ArgumentParser, value: str) -> str | list[int]:
+        """Return the token ids an argument stands for."""
+        try:
+            ids = json.loads(value)
+        except ValueError:
+            ids = None
+        if not isinstance(ids, list) or not all(type(each) is int for each in ids):
+            parser.error(f"argument --input-ids: must be a JSON list of whole numbers, got {value!r}")
+        return ids
+
+
+def _config(options: argparse.Namespace) -> ServingConfig:
+    handler = {"model_path": options.model_dir} | ({"dtype": options.dtype} if options.dtype else {})
+    return load_config({"pippy": {"split": options.split}, "handler": handler})
+
+
+def _generate(options: argparse.Namespace) -> int:
+    # Imported here, so that --help and mistakes in the options need not wait seconds for torch.
+    from ts_pippy_handler import launch
+    from ts_pippy_handler.generator import Generator
+    from ts_pippy_handler.text import Tokenizer
+
+    if not options.prompts:
+        raise ConfigError("nothing to generate from: give --prompt TEXT or --input-ids '[1,2,3]'")
+    config = _config(options)
+    wishes = _wishes(options)
+    tokenizer = Tokenizer.load(config.handler.model_path)
+    spawn = launch.SpawnOptions(
+        stdout=sys.stderr.fileno(),
+        show_progress=sys.stderr.isatty(),
+        log_level="INFO" if options.debug else "WARNING",
+    )
+    engine = launch.start_spawned(config, options.stages, spawn)
+    try:
+        generator = Generator(engine, tokenizer, config.handler)
+        completions = generator.submit_all([_prompt(each) for each in options.prompts], wishes)
+        answers = []
+        for completion in completions:
+            completion.done.wait()
+            answers.append(completion.answer())
+    finally:
+        engine.close()
+    _print_answers(options, answers)
+    return 0
+
+
+def _wishes(options: argparse.Namespace) -> Wishes:
+    from ts_pippy_handler.payload import GenerationPayload, check_fields
+
+    names = ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop")
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    checked: GenerationPayload = check_fields({"prompt": "-", "ignore_eos": options.ignore_eos, **given})
+    return checked.wishes()
+
+
+def _prompt(given: str | list[int]) -> Prompt:
+    from ts_pippy_handler.generator import Prompt
+
+    if isinstance(given, str):
+        return Prompt(text=given)
+    if not given:
+        raise InvalidRequestError("--input-ids '[]': at least one token id is needed")
+    return Prompt(token_ids=given)
+
+
+def _print_answers(options: argparse.Namespace, answers: Sequence[Answer]) -> None:
+    if options.json:
+        items = [
+            {
+                "prompt_token_ids": answer.prompt_token_ids,
+                "token_ids": answer.token_ids,
+                "text": answer.text,
+                "finish_reason": answer.finish_reason.value,
+            }
+            for answer in answers
+        ]
+        print(json.dumps(items, ensure_ascii=False))
+        return
+    for answer in answers:
+        print(answer.text if answer.text is not None else answer.token_ids)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from ts_pippy_handler import plan
+
+    result = plan.make_plan(_config(options), options.stages)
+    print(json.dumps(result.as_dict()) if options.json else result.as_table())
+    return 0
+
+
+def _package(options: argparse.Namespace) -> int:
+    from ts_pippy_handler import archive
+
+    written = archive.package(
+        archive.ArchiveOptions(
+            model_path=Path(options.model_dir),
+            name=options.name,
+            num_stages=options.stages,
+            output=options.output,
+            launch=options.launch,
+            archive_format=options.archive_format,
+            version=options.model_version,
+            dtype=options.dtype,
+            copy_weights=options.copy_weights,
+            force=options.force,
+            pippy={} if options.split == "time" else {"split": options.split},
+        )
+    )
+    print(written)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""Show a split before anything is loaded: layers, parameters, bytes and cache of every stage.
+
+Traces the model on the meta device; reads config.json and no weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ts_pippy_handler import loading
+from ts_pippy_handler.config import ServingConfig
+
+_BAR_WIDTH = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """One stage of a plan."""
+
+    stage: int
+    first_layer: int
+    num_layers: int
+    num_parameters: int
+    weight_bytes: int
+    read_bytes_per_token: int
+    """Bytes of weights read to compute one token; what decides the stage's decode time."""
+    kv_bytes_per_token: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How a model would be split."""
+
+    model_type: str
+    dtype: str
+    split: str | list[int]
+    stages: list[StagePlan]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the plan as plain data."""
+        return asdict(self)
+
+    def as_table(self) -> str:
+        """Return the plan as a table with bars of the time each stage takes."""
+        kind = self.split if isinstance(self.split, str) else "given"
+        table = Table(title=f"{self.model_type}, {self.dtype}, {len(self.stages)} stages, split: {kind}")
+        for column in ("stage", "layers", "parameters", "weights MB", "read MB/token", "KV bytes/token", "share of time"):
+            table.add_column(column, justify="left" if column.startswith("share") else "right")
+        slowest = max(stage.read_bytes_per_token for stage in self.stages)
+        for stage in self.stages:
+            last = stage.first_layer + stage.num_layers - 1
+            table.add_row(
+                str(stage.stage),
+                f"{stage.first_layer}-{last}",
+                f"{stage.num_parameters:,}",
+                f"{stage.weight_bytes / 1e6:.1f}",
+                f"{stage.read_bytes_per_token / 1e6:.1f}",
+                f"{stage.kv_bytes_per_token:,}",
+                "█" * max(1, round(_BAR_WIDTH * stage.read_bytes_per_token / slowest)),
+            )
+        console = Console(width=120, no_color=True)
+        with console.capture() as captured:
+            console.print(table)
+        return captured.get().rstrip()
+
+
+def make_plan(config: ServingConfig, num_stages: int) -> Plan:
+    """Trace the model and cut it.
+
+    Raises:
+        LoadError: If the model or the number of stages is not possible.
+    """
+    loading.check_num_stages(config.pippy, num_stages)
+    traced = loading.trace_checkpoint(config)
+    sizes = loading.layers_per_stage(traced, config.pippy, num_stages)
+    stages: list[StagePlan] = []
+    first = 0
+    for index, size in enumerate(sizes):
+        layers = range(first, first + size)
+        cost = traced.cost(layers)
+        stages.append(
+            StagePlan(
+                stage=index,
+                first_layer=first,
+                num_layers=size,
+                num_parameters=cost.num_parameters,
+                weight_bytes=cost.weight_bytes,
+                read_bytes_per_token=cost.read_bytes,
+                kv_bytes_per_token=cost.kv_values_per_token * traced.dtype.itemsize,
+            )
+        )
+        first += size
+    return Plan(
+        model_type=str(traced.config.model_type),
+        dtype=str(traced.dtype).removeprefix("torch."),
+        split=config.pippy.split,
+        stages=stages,
+    )
