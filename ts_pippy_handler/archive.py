@@ -120,7 +120,7 @@ def _check(options: ArchiveOptions) -> None:
 
 
 def _copied_weights(options: ArchiveOptions, scratch: Path) -> Path | None:
-    """Lay the checkpoint out as the archive shall hold it; the archiver keeps directories only below one it is given."""
+    """Lay the checkpoint out as the archive shall hold it: the archiver keeps directories only below a given one."""
     if not options.copy_weights:
         return None
     shutil.copytree(options.model_path, scratch / _COPIED_DIRECTORY, copy_function=_link_or_copy)

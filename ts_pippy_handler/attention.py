@@ -87,9 +87,7 @@ def _route(
     if not isinstance(layer, int):
         raise UnsupportedModelError(f"{type(module).__name__} does not know its layer index")
     scale = float(scaling) if scaling is not None else float(query.shape[-1]) ** -0.5
-    output = attention_op(
-        query, key, value, s_aux, layer, scale, int(sliding_window or 0), float(softcap or 0.0)
-    )
+    output = attention_op(query, key, value, s_aux, layer, scale, int(sliding_window or 0), float(softcap or 0.0))
     return output, None
 
 

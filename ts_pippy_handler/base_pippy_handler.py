@@ -29,7 +29,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def load_failure_as_runtime_error(method: Method) -> Method:
-    """Let TorchServe report a failed load: it shows the text of a RuntimeError and lets other errors kill the worker."""
+    """Let TorchServe report a failed load: it logs a RuntimeError and answers; other errors just kill the worker."""
 
     @functools.wraps(method)
     def wrapped(self: BasePippyHandler, ctx: Any) -> Any:
@@ -42,7 +42,7 @@ def load_failure_as_runtime_error(method: Method) -> Method:
             logger.error(message)
             raise RuntimeError(message) from None
 
-    return wrapped  # type: ignore[return-value]
+    return wrapped
 
 
 class BasePippyHandler(BaseHandler):  # type: ignore[misc]

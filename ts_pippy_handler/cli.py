@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"ts-pippy: error: {error}", file=sys.stderr)
         return 1
-    except Exception as error:  # noqa: BLE001 - a user sees one line; --debug shows where it came from
+    except Exception as error:
         if options.debug:
             raise
         print(f"ts-pippy: internal error: {type(error).__name__}: {error} (--debug shows more)", file=sys.stderr)
@@ -122,23 +122,23 @@ def _split(text: str) -> str | list[int]:
 class _AppendPrompt(argparse.Action):
     """Keep texts and token ids in the order they were given."""
 
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+    def __call__(self, parser: Any, namespace: Any, values: Any, _option: Any = None) -> None:
         namespace.prompts = [*namespace.prompts, self.parsed(parser, values)]
 
-    def parsed(self, parser: argparse.ArgumentParser, value: str) -> str | list[int]:
+    def parsed(self, _parser: argparse.ArgumentParser, value: str) -> str | list[int]:
         """Return the prompt an argument stands for."""
         return value
 
 
 class _AppendIds(_AppendPrompt):
-    def parsed(self, parser: argparse.ArgumentParser, value: str) -> str | list[int]:
+    def parsed(self, _parser: argparse.ArgumentParser, value: str) -> str | list[int]:
         """Return the token ids an argument stands for."""
         try:
             ids = json.loads(value)
         except ValueError:
             ids = None
         if not isinstance(ids, list) or not all(type(each) is int for each in ids):
-            parser.error(f"argument --input-ids: must be a JSON list of whole numbers, got {value!r}")
+            _parser.error(f"argument --input-ids: must be a JSON list of whole numbers, got {value!r}")
         return ids
 
 

@@ -64,17 +64,19 @@ class PippyConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    model_type: Literal["HF"] = "HF"
+    model_type: Literal["HF"] = Field("HF", description="'HF', the only kind that can be split")
     """Kind of model. Only Hugging Face causal language models can be split."""
     chunks: Int | None = Field(None, ge=1, le=64)
     """Batches in flight at the same time; by default one per stage, so that every stage has work."""
-    input_names: list[str] = ["input_ids"]
+    input_names: list[str] = Field(["input_ids"], description="a list of input names of the model")
     """Upstream's tracing arguments. Checked but no longer needed: attention and positions follow from the tokens."""
     rpc_timeout: Float = Field(60.0, gt=0)
     """Seconds to wait for the other ranks to appear at start, and for a control call to be answered."""
     num_worker_threads: Int = Field(4, ge=1, le=1024)
     """Threads of each rank's RPC agent. It carries control messages only, so a few are enough."""
-    split: Literal["time", "memory"] | list[int] = "time"
+    split: Literal["time", "memory"] | list[Int] = Field(
+        "time", description="'time', 'memory' or a list of the number of layers of each stage"
+    )
     """Where to cut: stages equal in bytes read per decoded token (time), equal in weights (memory), or the
     number of layers of each stage."""
     block_size: Int = Field(16, ge=1, le=1024)
@@ -199,7 +201,7 @@ def parse(model: type[Model], values: Mapping[str, Any], prefix: str = "") -> Mo
     try:
         return model.model_validate(dict(values))
     except ValidationError as error:
-        raise ConfigError(describe_errors(error, model, prefix)) from None
+        raise ConfigError(describe_errors(error, model, values, prefix)) from None
 
 
 def _check_top_level(mapping: Mapping[str, Any]) -> None:

@@ -151,7 +151,7 @@ class Engine:
                 self._step()
             except PipelineError as error:
                 self._recover(error)
-            except Exception as error:  # noqa: BLE001 - whatever it was, no request may hang
+            except Exception as error:
                 logger.exception("engine step failed")
                 self._recover(PipelineError(f"rank 0, stage 0: {type(error).__name__}: {error}"))
         self._end()
@@ -219,7 +219,7 @@ class Engine:
             self._survived.pop(number, None)
         try:
             callback(event)
-        except Exception:  # noqa: BLE001 - one request's consumer must not stop the others
+        except Exception:
             logger.exception("the consumer of request %d failed", number)
             self._abort(number)
 

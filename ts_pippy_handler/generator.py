@@ -93,7 +93,7 @@ class Completion:
         Raises:
             PippyError: If the pipeline failed.
         """
-        assert self.done.is_set() and self._finish_reason is not None
+        assert self._finish_reason is not None, "answer() was called before the completion is done"
         if self._error is not None:
             raise self._error
         text = None if self._tokenizer is None else self._tokenizer.decode(self._token_ids)
@@ -145,7 +145,7 @@ class Generator:
         numbers: list[int] = []
         try:
             for completion in completions:
-                numbers.append(self._start(completion))
+                numbers.append(self._start(completion))  # noqa: PERF401 - those before a failure must be known
         except PippyError:
             for number in numbers:
                 self.engine.abort(number)

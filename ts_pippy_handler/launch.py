@@ -56,9 +56,13 @@ def start_spawned(config: ServingConfig, num_stages: int, options: SpawnOptions 
         LoadError: If the configuration is wrong or a rank fails to load.
     """
     options = options or SpawnOptions()
-    loading.check_num_stages(config.pippy, num_stages)
+    loading.check_early(config, num_stages)
     job = json.dumps(
-        {"config": config.model_dump(exclude_none=True), "show_progress": options.show_progress, "log_level": options.log_level}
+        {
+            "config": config.model_dump(exclude_none=True),
+            "show_progress": options.show_progress,
+            "log_level": options.log_level,
+        }
     )
     spawner = _Spawner(config, num_stages, job, options)
     return spawner.start()

@@ -11,7 +11,7 @@ import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
 import torch
@@ -59,7 +59,8 @@ def load(group: Group, config: ServingConfig, *, show_progress: bool = False) ->
     except Exception as caught:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         error = caught
     group.outcome("loaded", error)
-    assert stage is not None and traced is not None
+    assert stage is not None
+    assert traced is not None
     num_slots = _agree_on_slots(group, config.pippy, stage, traced)
     stage.allocate_cache(num_slots)
     transport = Transport(stage.device, config.pippy.step_timeout) if group.store is not None else None
@@ -106,11 +107,16 @@ def rejoin(loaded: LoadedRank, group: Group, config: ServingConfig) -> LoadedRan
 
 def trace_checkpoint(config: ServingConfig) -> tracing.TracedModel:
     """Trace the model a configuration names, in the configured dtype or the checkpoint's own."""
-    handler = config.handler
-    model_config = tracing.read_config(handler.model_path, trust_remote_code=handler.trust_remote_code)
-    name = handler.torch_dtype_name
+    model_config = read_model_config(config)
+    name = config.handler.torch_dtype_name
     dtype = tracing.checkpoint_dtype(model_config) if name is None else getattr(torch, name)
     return tracing.trace(model_config, dtype)
+
+
+def read_model_config(config: ServingConfig) -> Any:
+    """Read config.json of the configured checkpoint."""
+    handler = config.handler
+    return tracing.read_config(handler.model_path, trust_remote_code=handler.trust_remote_code)
 
 
 def layers_per_stage(traced: tracing.TracedModel, pippy: PippyConfig, num_stages: int) -> list[int]:
@@ -126,9 +132,7 @@ def layers_per_stage(traced: tracing.TracedModel, pippy: PippyConfig, num_stages
     return partition.balance(costs, num_stages)
 
 
-def _load_stage(
-    group: Group, config: ServingConfig, *, show_progress: bool
-) -> tuple[Stage, tracing.TracedModel]:
+def _load_stage(group: Group, config: ServingConfig, *, show_progress: bool) -> tuple[Stage, tracing.TracedModel]:
     place = group.place
     set_threads(place, config.pippy.threads_per_rank)
     checkpoint = Checkpoint(config.handler.model_path, config.handler.index_filename)
@@ -194,15 +198,17 @@ def _free_bytes(device: torch.device) -> int:
     return max(free, 0)
 
 
-def check_num_stages(pippy: PippyConfig, num_stages: int) -> None:
-    """Check what can be checked of the number of stages before the model is known.
+def check_early(config: ServingConfig, num_stages: int) -> None:
+    """Check in a second, before any rank is started, what needs neither a trace nor weights.
 
     Raises:
-        ConfigError: If it is not positive or contradicts an explicit split.
+        ConfigError: If the number of stages is impossible or contradicts an explicit split.
+        CheckpointError: If the checkpoint's config, index or weight files are missing or damaged.
     """
-    if num_stages < 1:
-        raise ConfigError(f"number of stages: got {num_stages}, at least 1 is needed")
-    if isinstance(pippy.split, list) and len(pippy.split) != num_stages:
-        raise ConfigError(
-            f"pippy.split: {pippy.split} describes {len(pippy.split)} stages, but there are {num_stages} ranks"
-        )
+    split = config.pippy.split
+    if isinstance(split, list) and len(split) != num_stages:
+        raise ConfigError(f"pippy.split: {split} describes {len(split)} stages, but there are {num_stages}")
+    model_config = read_model_config(config)
+    num_layers = getattr(model_config.get_text_config(), "num_hidden_layers", None)
+    partition.check_num_stages(num_stages, num_layers if isinstance(num_layers, int) else num_stages)
+    Checkpoint(config.handler.model_path, config.handler.index_filename)

@@ -41,11 +41,17 @@ class GenerationPayload(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    prompt: Text | Annotated[list[Text], Field(min_length=1, max_length=_MAX_PROMPTS)] | None = None
+    prompt: Text | Annotated[list[Text], Field(min_length=1, max_length=_MAX_PROMPTS)] | None = Field(
+        None, description=f"a text that is not empty, or a list of 1 to {_MAX_PROMPTS} of them"
+    )
     """One text or several; several give a list of answers."""
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = Field(
+        None, description="a list of at least one {'role': text, 'content': text}"
+    )
     """A conversation for the model's chat template, instead of a prompt."""
-    input_ids: TokenIds | Annotated[list[TokenIds], Field(min_length=1, max_length=_MAX_PROMPTS)] | None = None
+    input_ids: TokenIds | Annotated[list[TokenIds], Field(min_length=1, max_length=_MAX_PROMPTS)] | None = Field(
+        None, description=f"a list of at least one token id, or a list of 1 to {_MAX_PROMPTS} of them"
+    )
     """Token ids instead of text, for one prompt or several."""
     max_new_tokens: Int | None = Field(None, ge=1)
     temperature: Float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
@@ -53,7 +59,9 @@ class GenerationPayload(BaseModel):
     top_p: Float | None = Field(None, gt=0, le=1)
     top_k: Int | None = Field(None, ge=0)
     seed: Int | None = Field(None, ge=0, lt=2**63)
-    stop: Text | Annotated[list[Text], Field(max_length=_MAX_STOPS)] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=_MAX_STOPS)] | None = Field(
+        None, description=f"a text that is not empty, or a list of at most {_MAX_STOPS} of them"
+    )
     ignore_eos: bool = False
 
     @model_validator(mode="after")
@@ -133,7 +141,7 @@ def check_fields(fields: Any) -> GenerationPayload:
     try:
         return GenerationPayload.model_validate(dict(fields))
     except ValidationError as error:
-        raise InvalidRequestError(describe_errors(error, GenerationPayload)) from None
+        raise InvalidRequestError(describe_errors(error, GenerationPayload, fields)) from None
 
 
 def _parse_body(body: Any, content_type: str) -> ParsedRequest:

@@ -48,7 +48,15 @@ class Plan:
         """Return the plan as a table with bars of the time each stage takes."""
         kind = self.split if isinstance(self.split, str) else "given"
         table = Table(title=f"{self.model_type}, {self.dtype}, {len(self.stages)} stages, split: {kind}")
-        for column in ("stage", "layers", "parameters", "weights MB", "read MB/token", "KV bytes/token", "share of time"):
+        for column in (
+            "stage",
+            "layers",
+            "parameters",
+            "weights MB",
+            "read MB/token",
+            "KV bytes/token",
+            "share of time",
+        ):
             table.add_column(column, justify="left" if column.startswith("share") else "right")
         slowest = max(stage.read_bytes_per_token for stage in self.stages)
         for stage in self.stages:
@@ -74,7 +82,6 @@ def make_plan(config: ServingConfig, num_stages: int) -> Plan:
     Raises:
         LoadError: If the model or the number of stages is not possible.
     """
-    loading.check_num_stages(config.pippy, num_stages)
     traced = loading.trace_checkpoint(config)
     sizes = loading.layers_per_stage(traced, config.pippy, num_stages)
     stages: list[StagePlan] = []

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -28,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from ts_pippy_handler.config import PippyConfig
-from ts_pippy_handler.errors import ConfigError, LoadError, PipelineError
+from ts_pippy_handler.errors import ConfigError, LoadError, PipelineError, PippyError
 
 logger = logging.getLogger(__name__)
 
@@ -137,15 +138,19 @@ class Group:
         Raises:
             LoadError: With the reason of every rank that failed.
         """
-        seen = self.wait_for_all(key, None if error is None else f"{type(error).__name__}: {error}", timeout_s)
-        failures = [f"rank {rank}: {reason}" for rank, reason in enumerate(seen) if reason is not None]
-        if failures:
-            raise LoadError("; ".join(failures)) from error
+        seen = self.wait_for_all(key, None if error is None else _account(error), timeout_s)
+        failed: dict[str, list[str]] = {}
+        for rank, reason in enumerate(seen):
+            if reason is not None:
+                failed.setdefault(reason, []).append(str(rank))
+        if failed:
+            parts = [f"rank{'s' * (len(who) > 1)} {', '.join(who)}: {reason}" for reason, who in failed.items()]
+            raise LoadError("; ".join(parts)) from error
 
     def fail(self, error: BaseException) -> None:
         """Leave the reason of this rank's failure where the others find it."""
         if self.store is not None:
-            self.store.set("ts_pippy/failure", f"rank {self.place.rank}: {type(error).__name__}: {error}")
+            self.store.set("ts_pippy/failure", f"rank {self.place.rank}: {_account(error)}")
 
     def failure(self) -> str | None:
         """Return the reason a rank left before it went, if any."""
@@ -245,14 +250,16 @@ def _join_groups(group: Group, config: PippyConfig) -> None:
     # What init_rpc does, but it would put a count of its calls in this process into the store's keys, and a peer that
     # was started anew cannot know that count.
     autograd._init(place.rank)
-    rpc._init_rpc_backend(
-        backend=rpc.BackendType.TENSORPIPE,
-        store=dist.PrefixStore("rpc", group.store),
-        name=place.name,
-        rank=place.rank,
-        world_size=place.world_size,
-        rpc_backend_options=options,
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own start-up calls what torch has deprecated
+        rpc._init_rpc_backend(
+            backend=rpc.BackendType.TENSORPIPE,  # type: ignore[attr-defined]
+            store=dist.PrefixStore("rpc", group.store),
+            name=place.name,
+            rank=place.rank,
+            world_size=place.world_size,
+            rpc_backend_options=options,
+        )
     group._is_joined = True
 
 
@@ -304,9 +311,7 @@ def spawn_peers(
     Raises:
         LoadError: If a child ends early or does not appear.
     """
-    place = Place(
-        rank=0, local_rank=0, world_size=world_size, local_world_size=world_size, generation=generation
-    )
+    place = Place(rank=0, local_rank=0, world_size=world_size, local_world_size=world_size, generation=generation)
     if world_size == 1:
         return Group(place)
     store, port = host_store(world_size, config.rpc_timeout)
@@ -330,9 +335,7 @@ def spawn_peers(
     return group
 
 
-def _start(
-    rank: int, rendezvous: Mapping[str, str], job: str, stdout: IO[Any] | int | None
-) -> subprocess.Popen[bytes]:
+def _start(rank: int, rendezvous: Mapping[str, str], job: str, stdout: IO[Any] | int | None) -> subprocess.Popen[bytes]:
     own = {"RANK": str(rank), "LOCAL_RANK": str(rank), _PARENT_PID: str(os.getpid())}
     process = subprocess.Popen(
         [sys.executable, "-m", "ts_pippy_handler.worker"],
@@ -352,6 +355,11 @@ def kill(peers: Sequence[subprocess.Popen[bytes]]) -> None:
         process.kill()
     for process in peers:
         process.wait()
+
+
+def _account(error: BaseException) -> str:
+    """Return an error's text; errors that are not ours may say little without their name."""
+    return str(error) if isinstance(error, PippyError) else f"{type(error).__name__}: {error}"
 
 
 def lost(group: Group, error: BaseException) -> PipelineError:

@@ -105,4 +105,3 @@ class Batch(msgspec.Struct, frozen=True, array_like=True):
     def num_tokens(self) -> int:
         """Rows of the batch."""
         return len(self.token_ids)
-

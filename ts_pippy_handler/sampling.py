@@ -8,7 +8,7 @@ Shapes: R sampled rows, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -41,11 +41,11 @@ def _draw(logits_V: torch.Tensor, row: SampledRow) -> int:
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
-def _warpers(row: SampledRow) -> list[object]:
+def _warpers(row: SampledRow) -> list[Callable[[None, torch.Tensor], torch.Tensor]]:
     # transformers takes a second to import, and greedy requests need none of it.
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-    warpers: list[object] = []
+    warpers: list[Callable[[None, torch.Tensor], torch.Tensor]] = []
     if row.temperature != 1:
         warpers.append(TemperatureLogitsWarper(row.temperature))
     if row.top_k:

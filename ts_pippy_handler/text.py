@@ -42,7 +42,7 @@ class Tokenizer:
             loaded = AutoTokenizer.from_pretrained(
                 model_path, trust_remote_code=trust_remote_code, local_files_only=True
             )
-        except Exception as error:  # noqa: BLE001 - tokenizer formats raise anything
+        except Exception as error:
             raise CheckpointError(f"{model_path}: the tokenizer cannot be read: {error}") from error
         return cls(loaded)
 
@@ -65,7 +65,7 @@ class Tokenizer:
             encoded = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages], add_generation_prompt=True, return_dict=True
             )
-        except Exception as error:  # noqa: BLE001 - a template raises what its author wrote
+        except Exception as error:
             raise InvalidRequestError(f"messages: the chat template refused them: {error}") from error
         ids: list[int] = encoded["input_ids"]
         return ids

@@ -100,9 +100,7 @@ class TextGenerationHandler(BasePippyHandler):
         super().initialize(ctx)
         config: ServingConfig = config_of(ctx)
         self._is_continuous = bool(ctx.model_yaml_config.get("continuousBatching"))
-        tokenizer = Tokenizer.load(
-            config.handler.model_path, trust_remote_code=config.handler.trust_remote_code
-        )
+        tokenizer = Tokenizer.load(config.handler.model_path, trust_remote_code=config.handler.trust_remote_code)
         driver = get_pipeline_driver(None, self.world_size, ctx)
         if driver.serves:
             self.model = driver

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -39,12 +39,8 @@ class _Packed(torch.nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, logit_rows: torch.Tensor
-    ) -> torch.Tensor:
-        output = self.model(
-            input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=logit_rows
-        )
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
+        output = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=logit_rows)
         logits: torch.Tensor = output.logits[0]
         return logits
 
@@ -102,7 +98,7 @@ class TracedModel:
         self.dtype: torch.dtype = model.dtype  # type: ignore[assignment]
         self.base_model_prefix = str(getattr(model, "base_model_prefix", ""))
         self.persistent_buffers = set(model.state_dict()) & set(buffers)
-        self.parameters = {name: p for name, p in model.named_parameters(remove_duplicate=False)}
+        self.parameters = dict(model.named_parameters(remove_duplicate=False))
         self._layer_starts, self._layers_end = _find_layers(graph, model)
 
     @property
@@ -249,7 +245,7 @@ def trace(config: Any, dtype: torch.dtype) -> TracedModel:
             )
     except UnsupportedModelError:
         raise
-    except Exception as error:  # noqa: BLE001 - export raises what the model's own code raises
+    except Exception as error:
         raise UnsupportedModelError(f"{config.model_type}: cannot be traced: {_first_line(error)}") from error
     graph = program.module(check_guards=False)
     _clean(graph)
@@ -440,7 +436,7 @@ def _first_copied(start: fx.Node) -> fx.Node:
     node = start
     while node.prev.meta.get(_COPIED_FOR) == start.name:
         node = node.prev
-    return node
+    return cast(fx.Node, node)
 
 
 def _stage_graphs(pipe: Any, firsts: Sequence[int], layers: Sequence[int]) -> list[StageGraph]:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 _SHOWN_CHARS = 60
 
@@ -27,28 +28,58 @@ def nearest(name: object, allowed: Iterable[str]) -> str:
     return f"did you mean {matches[0]!r}?" if matches else f"allowed: {', '.join(names)}"
 
 
-def describe_errors(error: ValidationError, model: type[BaseModel], prefix: str = "") -> str:
+def describe_errors(error: ValidationError, model: type[BaseModel], values: Mapping[str, Any], prefix: str = "") -> str:
     """Return one readable line for all findings of a failed validation.
 
     Args:
         error: What pydantic raised.
         model: The model that was validated; gives the allowed names for unknown ones.
+        values: What was validated.
         prefix: Path put before each field, for instance ``"handler"``.
     """
-    lines: list[str] = []
+    lines: dict[str, str] = {}
     for item in error.errors(include_url=False):
         path = ".".join(str(part) for part in (prefix, *item["loc"][:1]) if part != "")
-        line = f"{path}: {_describe(item, model)}"
-        if line not in lines:
-            lines.append(line)
-    return "; ".join(lines)
+        # A field that may be several things has a finding for each; one sentence says it all.
+        lines.setdefault(path, _describe(item, model, values))
+    return "; ".join(f"{path}: {line}" if path else line for path, line in lines.items())
 
 
-def _describe(item: Mapping[str, Any], model: type[BaseModel]) -> str:
-    if item["type"] == "extra_forbidden":
-        clause = nearest(item["loc"][-1], model.model_fields)
-        return f"unknown key (value {show(item['input'])}); {clause}"
-    if item["type"] == "missing":
+def _describe(item: Mapping[str, Any], model: type[BaseModel], values: Mapping[str, Any]) -> str:
+    location = item["loc"]
+    field = model.model_fields.get(str(location[0])) if location else None
+    if item["type"] == "extra_forbidden" and len(location) == 1:
+        return f"unknown key (value {show(item['input'])}); {nearest(location[-1], model.model_fields)}"
+    if item["type"] == "missing" and len(location) == 1:
         return "missing, a value is required"
     message = item["msg"].removeprefix("Value error, ")
-    return f"{message[0].lower()}{message[1:]}, got {show(item['input'])}"
+    if field is None:
+        return f"{message}, got {show(item['input'])}" if location else message
+    if item["type"] == "value_error" and not _kinds(field.annotation) & {int, float}:
+        return f"{message}, got {show(item['input'])}"
+    # The whole value: the findings inside a list depend on which of its allowed forms was tried.
+    return f"must be {_allowed(field)}, got {show(values.get(str(location[0])))}"
+
+
+_KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+
+
+def _kinds(annotation: object) -> set[object]:
+    """Return the plain types inside an annotation such as ``Annotated[int, ...] | None``."""
+    inner = get_args(annotation)
+    return set().union(*map(_kinds, inner)) if inner else {annotation} & set(_KINDS)
+
+
+def _allowed(field: FieldInfo) -> str:
+    """Say what a field accepts: its own description, or its kind and bounds."""
+    if field.description:
+        return field.description
+    kinds = " or ".join(text for kind, text in _KINDS.items() if kind in _kinds(field.annotation))
+    bounds = [
+        f"{word} {getattr(bound, name)}"
+        for bound in field.metadata
+        for name, word in _BOUNDS.items()
+        if hasattr(bound, name)
+    ]
+    return ", ".join(part for part in (kinds, " and ".join(bounds)) if part)
