@@ -10,42 +10,49 @@ Source of the contract: TorchServe 0.12 ``ts/service.py``, ``ts/async_service.py
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any
 
 import torch
+from ts.protocol.otf_message_handler import create_predict_response
 from ts.torch_handler.base_handler import BaseHandler
 
-from ts_pippy_handler import ranks
+from ts_pippy_handler import migration, ranks
+from ts_pippy_handler.config import renamed
 from ts_pippy_handler.errors import ConfigError, LoadError, PippyError
 from ts_pippy_handler.pt_pippy import config_of, initialize_rpc_workers, num_spawned_stages
 
 logger = logging.getLogger(__name__)
 
-Method = TypeVar("Method", bound=Callable[..., Any])
 
-
-def load_failure_as_runtime_error(method: Method) -> Method:
+def load_failure_as_runtime_error(method: Callable[..., None]) -> Callable[..., None]:
     """Let TorchServe report a failed load: it logs a RuntimeError and answers; other errors just kill the worker."""
 
     @functools.wraps(method)
-    def wrapped(self: BasePippyHandler, ctx: Any) -> Any:
+    def wrapped(self: BasePippyHandler, ctx: Any) -> None:
         try:
-            return method(self, ctx)
+            method(self, ctx)
         except PippyError as error:
             # One line that says all, last in the log: the traceback of a wrong key helps nobody.
             place = ranks.place_from_environment()
             message = f"rank {place.rank}, stage {place.rank}: the model cannot be loaded: {error}"
             logger.error(message)
             raise RuntimeError(message) from None
+        except (RuntimeError, MemoryError):
+            raise  # TorchServe reports these itself
+        except Exception as error:
+            raise RuntimeError(f"the model cannot be loaded: {type(error).__name__}: {error}") from error
 
     return wrapped
 
 
-class BasePippyHandler(BaseHandler):  # type: ignore[misc]
+class BasePippyHandler(BaseHandler):
     """Brings up one rank per pipeline stage; rank 0 serves."""
 
     def __init__(self) -> None:
@@ -70,8 +77,12 @@ class BasePippyHandler(BaseHandler):  # type: ignore[misc]
             RuntimeError: With the reason, if the configuration is wrong or a rank does not appear.
         """
         ranks.die_with_parent()
+        _unlink_own_socket()
+        migration.accept_meta_from_pretrained()
         logging.captureWarnings(True)
         warnings.simplefilter("default", DeprecationWarning)
+        # Subclasses read the blocks too, and shall find each key under the one name that is documented.
+        ctx.model_yaml_config = renamed(ctx.model_yaml_config or {})
         self.context = ctx
         self.manifest = ctx.manifest
         self.model_yaml_config = ctx.model_yaml_config
@@ -108,29 +119,48 @@ class BasePippyHandler(BaseHandler):  # type: ignore[misc]
 
     @tokenizer.setter
     def tokenizer(self, value: Any) -> None:
-        if value is not None and not hasattr(value, "encode_plus"):
-            value.encode_plus = functools.partial(_encode_plus, value)
-        self._tokenizer = value
+        self._tokenizer = migration.with_encode_plus(value)
 
     def handle(self, data: list[dict[str, Any]], context: Any) -> list[Any] | Coroutine[Any, Any, list[Any]]:
         """Answer a batch; under ``asyncCommunication`` return a coroutine that does."""
         if self._is_async:
-            return asyncio.to_thread(super().handle, data, context)
+            return self._handle_in_thread(data, context)
         answers: list[Any] = super().handle(data, context)
         return answers
 
+    async def _handle_in_thread(self, data: list[dict[str, Any]], context: Any) -> list[Any]:
+        return finish_async(await asyncio.to_thread(super().handle, data, context), context)
 
-def _encode_plus(tokenizer: Any, text: str, *, pad_to_max_length: bool = False, **arguments: Any) -> Any:
-    """Stand in for the tokenizer method that upstream's handler calls and transformers 5 removed."""
-    warnings.warn(
-        "tokenizer.encode_plus(..., pad_to_max_length=True) is gone from transformers; "
-        "call tokenizer(text, padding='max_length', ...)",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    if pad_to_max_length:
-        arguments.setdefault("padding", "max_length")
-    return tokenizer(text, **arguments)
+
+def finish_async(answers: list[Any], context: Any) -> list[Any]:
+    """Send the answers of an asynchronous batch and return what ends them.
+
+    TorchServe's asynchronous frontend forgets a request only when its last *chunk* has come, also if it was answered
+    whole: without one its memory grows and the model cannot be unregistered. So an answer is sent as the only chunk
+    of a stream, with an empty last one. An error must be sent whole, for a stream has status 200; its last chunk then
+    finds the connection closed.
+    """
+    for index in range(len(answers)):
+        status = context.get_response_status(index)[0]
+        one = {index: context.request_ids[index]}
+        is_chunk = status is None or status < 400
+        message = create_predict_response(answers, one, "Prediction success", 200, context, ts_stream_next=is_chunk)
+        context.cl_socket.sendall(message)
+        context.set_response_header(index, "ts_stream_next", "true")  # which the encoder turns to false: the last
+    return [""] * len(answers)
+
+
+def _unlink_own_socket() -> None:
+    """Remove the name of the socket TorchServe has connected to by now.
+
+    TorchServe removes only rank 0's when it ends, and what the other ranks leave makes its next start connect to a
+    socket that nobody listens on.
+    """
+    if "--sock-name" not in sys.argv:
+        return
+    base, _, number = sys.argv[sys.argv.index("--sock-name") + 1].rpartition(".")
+    with contextlib.suppress(OSError, ValueError):
+        Path(f"{base}.{int(number) + ranks.place_from_environment().local_rank}").unlink()
 
 
 __all__ = ["BasePippyHandler", "LoadError"]

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ts_pippy_handler import __version__
 from ts_pippy_handler.config import DTYPES, ServingConfig, load_config
@@ -48,10 +48,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
+class _Parser(argparse.ArgumentParser):
+    """Reports a mistake in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the mistake and exit with status 2."""
+        self.exit(2, f"ts-pippy: error: {message} (see {self.prog} --help)\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="ts-pippy", description="Serve a Hugging Face model split into pipeline stages."
-    )
+    parser = _Parser(prog="ts-pippy", description="Serve a Hugging Face model split into pipeline stages.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_generate(commands)

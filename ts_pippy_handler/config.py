@@ -183,7 +183,7 @@ def load_config(mapping: Mapping[str, Any] | None, *, model_dir: str | None = No
         raise ConfigError("model-config.yaml is empty or missing: the keys 'handler' and 'pippy' are read from it")
     _check_top_level(mapping)
     pippy = _block(mapping, "pippy", required=False)
-    handler = _renamed(_block(mapping, "handler", required=True))
+    handler = _block(renamed(mapping), "handler", required=True)
     path = handler.get("model_path")
     if model_dir is not None and isinstance(path, str) and not Path(path).is_absolute():
         handler["model_path"] = str(Path(model_dir) / path)
@@ -229,7 +229,13 @@ def _block(mapping: Mapping[str, Any], name: str, *, required: bool) -> dict[str
     return dict(block)
 
 
-def _renamed(handler: dict[str, Any]) -> dict[str, Any]:
+def renamed(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parsed model-config.yaml with deprecated keys under their present names; warns of each.
+
+    Raises:
+        ConfigError: If a key is there under both names.
+    """
+    handler = _block(mapping, "handler", required=False)
     for old, new in DEPRECATED_KEYS.items():
         if old not in handler:
             continue
@@ -237,4 +243,4 @@ def _renamed(handler: dict[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"handler.{old}: the same as handler.{new}, which is there too; keep handler.{new} only")
         warnings.warn(f"handler.{old} is deprecated, write handler.{new}", DeprecationWarning, stacklevel=3)
         handler[new] = handler.pop(old)
-    return handler
+    return {**mapping, "handler": handler} if "handler" in mapping else dict(mapping)

@@ -58,6 +58,8 @@ class Completion:
         self.prompt_token_ids = prompt_token_ids
         self.params = params
         self.done = threading.Event()
+        self.number = -1
+        """The engine's number of the request, once it has started."""
         self._tokenizer = tokenizer
         self._stops = StopChecker(tokenizer, params.stop)
         self._token_ids: list[int] = []
@@ -124,45 +126,40 @@ class Generator:
         self._config = config
 
     def submit(self, prompt: Prompt, wishes: Wishes) -> Completion:
-        """Start continuing a prompt.
-
-        Raises:
-            InvalidRequestError: If it cannot be honoured; nothing has started then.
-            OverloadedError: If too many requests wait.
-            PipelineError: If the pipeline is broken.
-        """
-        completion = self._completion(prompt, wishes)
-        self._start(completion)
-        return completion
+        """Start continuing a prompt; as :meth:`submit_all` for one."""
+        return self.submit_all([prompt], wishes)[0]
 
     def submit_all(self, prompts: Sequence[Prompt], wishes: Wishes) -> list[Completion]:
         """Start continuing several prompts, all or none of them.
 
         Raises:
-            PippyError: As :meth:`submit`, before any of them is left running.
+            InvalidRequestError: If one cannot be honoured; none is left running then.
+            OverloadedError: If too many requests wait.
+            PipelineError: If the pipeline is broken.
         """
         completions = [self._completion(prompt, wishes) for prompt in prompts]
-        numbers: list[int] = []
         try:
             for completion in completions:
-                numbers.append(self._start(completion))  # noqa: PERF401 - those before a failure must be known
+                self._start(completion)
         except PippyError:
-            for number in numbers:
-                self.engine.abort(number)
+            self.cancel(completions)
             raise
         return completions
 
-    def _start(self, completion: Completion) -> int:
-        started: list[int] = []
+    def cancel(self, completions: Sequence[Completion]) -> None:
+        """End completions early; those that have finished stay as they are."""
+        for completion in completions:
+            if completion.number >= 0:
+                self.engine.abort(completion.number)
 
+    def _start(self, completion: Completion) -> None:
         def on_event(event: TokenEvent) -> None:
             if completion.take(event):
-                self.engine.abort(started[0])
+                self.engine.abort(completion.number)
 
         # The engine cannot answer before the number is known: it takes requests over under the lock held here.
         with self.engine.paused():
-            started.append(self.engine.submit(completion.prompt_token_ids, completion.params, on_event))
-        return started[0]
+            completion.number = self.engine.submit(completion.prompt_token_ids, completion.params, on_event)
 
     def _completion(self, prompt: Prompt, wishes: Wishes) -> Completion:
         token_ids = self._encode(prompt)

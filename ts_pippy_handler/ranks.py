@@ -33,7 +33,7 @@ from ts_pippy_handler.errors import ConfigError, LoadError, PipelineError, Pippy
 
 logger = logging.getLogger(__name__)
 
-_PARENT_POLL_S = 0.5
+_PARENT_POLL_S = 0.1
 _LEAVE_TIMEOUT_S = 5
 _OUTCOME_TIMEOUT_S = 3600.0
 _GENERATION = "TS_PIPPY_GENERATION"

@@ -14,7 +14,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
-from ts_pippy_handler.base_pippy_handler import BasePippyHandler
+from ts_pippy_handler.base_pippy_handler import BasePippyHandler, finish_async
 from ts_pippy_handler.config import ServingConfig
 from ts_pippy_handler.errors import PippyError
 from ts_pippy_handler.generator import Answer, Completion, Generator
@@ -37,23 +37,23 @@ class Ticket:
 
     def __init__(self, parsed: ParsedRequest | None, completions: list[Completion], error: PippyError | None) -> None:
         self._parsed = parsed
-        self._completions = completions
+        self.completions = completions
         self._error = error
         self.seen = time.monotonic()
 
     @property
     def is_done(self) -> bool:
         """Whether the response can be built."""
-        return all(completion.done.is_set() for completion in self._completions)
+        return all(completion.done.is_set() for completion in self.completions)
 
     def add_waker(self, wake: Any) -> None:
         """Call ``wake`` whenever one of the prompts is finished."""
-        for completion in self._completions:
+        for completion in self.completions:
             completion.add_done_callback(wake)
 
     def wait(self) -> None:
         """Block until the response can be built."""
-        for completion in self._completions:
+        for completion in self.completions:
             completion.done.wait()
 
     def response(self, context: Any, index: int) -> Any:
@@ -62,7 +62,7 @@ class Ticket:
             if self._error is not None:
                 raise self._error
             assert self._parsed is not None
-            answers = [completion.answer() for completion in self._completions]
+            answers = [completion.answer() for completion in self.completions]
             if self._parsed.is_plain_text:
                 context.set_response_content_type(index, "text/plain; charset=utf-8")
                 return answers[0].text or ""
@@ -139,7 +139,7 @@ class TextGenerationHandler(BasePippyHandler):
         while not all(ticket.is_done for ticket in tickets):
             await finished.wait()
             finished.clear()
-        return [ticket.response(context, index) for index, ticket in enumerate(tickets)]
+        return finish_async([ticket.response(context, index) for index, ticket in enumerate(tickets)], context)
 
     def _handle_in_turns(self, data: list[dict[str, Any]], context: Any) -> list[Any]:
         """Continuous batching: answer what has finished; the frontend asks again for the rest at once.
@@ -175,7 +175,8 @@ class TextGenerationHandler(BasePippyHandler):
     def _drop_forgotten(self) -> None:
         now = time.monotonic()
         for request_id, ticket in list(self._tickets.items()):
-            if now - ticket.seen > _FORGOTTEN_S:
+            if now - ticket.seen > _FORGOTTEN_S and self.generator is not None:
+                self.generator.cancel(ticket.completions)
                 del self._tickets[request_id]
 
 

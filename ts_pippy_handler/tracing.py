@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
@@ -395,7 +395,7 @@ def _recompute_behind(graph: fx.Graph, start: fx.Node) -> None:
     nodes = list(graph.nodes)
     position = {node: index for index, node in enumerate(nodes)}
     split_at = position[start]
-    placeholders = {node.name: node for node in nodes if node.op == "placeholder"}
+    placeholders: dict[str, fx.Node] = {node.name: node for node in nodes if node.op == "placeholder"}
     recomputable: dict[fx.Node, bool] = {}
     for node in nodes[:split_at]:
         recomputable[node] = _follows_from_positions(node, recomputable)
@@ -436,7 +436,7 @@ def _first_copied(start: fx.Node) -> fx.Node:
     node = start
     while node.prev.meta.get(_COPIED_FOR) == start.name:
         node = node.prev
-    return cast(fx.Node, node)
+    return node
 
 
 def _stage_graphs(pipe: Any, firsts: Sequence[int], layers: Sequence[int]) -> list[StageGraph]:

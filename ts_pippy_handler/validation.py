@@ -12,7 +12,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-_SHOWN_CHARS = 60
+_SHOWN_CHARS = 200
 
 
 def show(value: object) -> str:

@@ -1,0 +1,34 @@
+"""Each error has its own status and code, and its text is the body."""
+
+from __future__ import annotations
+
+import pytest
+
+from ts_pippy_handler import errors
+
+TREE = {
+    errors.PippyError: (Exception, 500, "internal"),
+    errors.LoadError: (errors.PippyError, 500, "load_failed"),
+    errors.ConfigError: (errors.LoadError, 500, "bad_config"),
+    errors.CheckpointError: (errors.LoadError, 500, "bad_checkpoint"),
+    errors.UnsupportedModelError: (errors.LoadError, 500, "unsupported_model"),
+    errors.InvalidRequestError: (errors.PippyError, 400, "invalid_request"),
+    errors.OverloadedError: (errors.PippyError, 429, "overloaded"),
+    errors.PipelineError: (errors.PippyError, 503, "pipeline_failed"),
+}
+
+
+def test_the_tree_is_complete() -> None:
+    defined = {item for item in vars(errors).values() if isinstance(item, type) and issubclass(item, Exception)}
+    assert defined == set(TREE)
+    assert len({code for _, _, code in TREE.values()}) == len(TREE)
+
+
+@pytest.mark.parametrize("kind", TREE, ids=lambda kind: kind.__name__)
+def test_status_code_and_body(kind: type[errors.PippyError]) -> None:
+    base, status, code = TREE[kind]
+    assert kind.__base__ is base
+    assert kind.status == status
+    assert kind("went wrong").as_dict() == {"error": {"code": code, "message": "went wrong"}}
+    line = next(line for line in (errors.__doc__ or "").splitlines() if f"{kind.__name__} " in line)
+    assert line.split()[line.split().index(kind.__name__) + 1 :][:2] == [str(status), code]

@@ -1,0 +1,125 @@
+"""Settings become a split, a dtype and a cache size; what cannot work is said before anything large is read."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models import WINDOW, Checkpoints, copy_checkpoint
+from ts_pippy_handler import loading
+from ts_pippy_handler.config import PippyConfig, ServingConfig, load_config
+from ts_pippy_handler.errors import CheckpointError, ConfigError, LoadError
+from ts_pippy_handler.ranks import Group, Place
+from ts_pippy_handler.tracing import Unit
+
+ALONE = Place(rank=0, local_rank=0, world_size=1, local_world_size=1)
+
+
+def config(directory: Path, dtype: str | None = None, **pippy: Any) -> ServingConfig:
+    handler = {"model_path": str(directory)} | ({"dtype": dtype} if dtype else {})
+    return load_config({"handler": handler, "pippy": {"threads_per_rank": 1, **pippy}})
+
+
+@pytest.fixture
+def gpt2(checkpoints: Checkpoints) -> Path:
+    return checkpoints("gpt2", layers=4)
+
+
+def unit(*, weight_bytes: int, read_bytes: int) -> Unit:
+    return Unit(weight_bytes=weight_bytes, read_bytes=read_bytes, num_parameters=1, kv_values_per_token=1)
+
+
+def test_layers_per_stage() -> None:
+    # A large embedding first, of which a token reads next to nothing; a large head last, which it reads whole.
+    units = [unit(weight_bytes=90, read_bytes=10), *[unit(weight_bytes=10, read_bytes=10)] * 8]
+    units.append(unit(weight_bytes=20, read_bytes=60))
+    model = SimpleNamespace(units=units, num_layers=10)
+    assert loading.layers_per_stage(model, PippyConfig(split="memory"), 2) == [1, 9]
+    assert loading.layers_per_stage(model, PippyConfig(split="time"), 2) == [7, 3]
+    assert loading.layers_per_stage(model, PippyConfig(split=[4, 6]), 2) == [4, 6]
+    with pytest.raises(ConfigError, match=r"^pippy.split: \[1, 2\] adds up to 3 layers, but the model has 10; every"):
+        loading.layers_per_stage(model, PippyConfig(split=[1, 2]), 2)
+    with pytest.raises(ConfigError, match=r"^number of stages: got 11, allowed are 1 to 10, the model's layers$"):
+        loading.layers_per_stage(model, PippyConfig(), 11)
+
+
+def test_one_rank_loads_everything(gpt2: Path) -> None:
+    loaded = loading.load(Group(ALONE), config(gpt2, kv_cache_tokens=100))
+    assert loaded.num_slots == 96, "whole blocks of 16"
+    assert loaded.max_len == 96
+    assert loaded.transport is None
+    assert loaded.vocab_size == 263
+    assert (loaded.stage.is_first, loaded.stage.is_last) == (True, True)
+
+
+@pytest.mark.parametrize(("dtype", "wanted"), [(None, torch.float32), ("bf16", torch.bfloat16)])
+def test_the_dtype_is_the_checkpoints_unless_configured(gpt2: Path, dtype: str | None, wanted: torch.dtype) -> None:
+    loaded = loading.load(Group(ALONE), config(gpt2, dtype, kv_cache_tokens=16))
+    assert loaded.stage.dtype is wanted
+    assert {parameter.dtype for parameter in loaded.stage.graph.module.parameters()} == {wanted}
+
+
+def test_the_default_cache_holds_no_more_than_full_windows(gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "_free_bytes", lambda device: 10**12)
+    loaded = loading.load(Group(ALONE), config(gpt2, max_running_requests=2))
+    assert loaded.num_slots == 2 * WINDOW
+    assert loaded.max_len == WINDOW
+
+
+def test_the_default_cache_takes_a_share_of_the_free_memory(gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    per_token = 4 * 2 * 64 * 4
+    monkeypatch.setattr(loading, "_free_bytes", lambda device: per_token * 4 * 50)
+    assert loading.load(Group(ALONE), config(gpt2)).num_slots == 48
+
+
+def test_a_cache_smaller_than_a_block(gpt2: Path) -> None:
+    message = (
+        "the key/value cache holds 15 tokens on the smallest rank, less than one block of 16; "
+        "free memory or set pippy.kv_cache_tokens"
+    )
+    with pytest.raises(LoadError, match=f"^{re.escape(message)}$"):
+        loading.load(Group(ALONE), config(gpt2, kv_cache_tokens=15))
+
+
+def test_a_failed_load_names_rank_and_reason(gpt2: Path, tmp_path: Path) -> None:
+    directory = copy_checkpoint(gpt2, tmp_path / "copy")
+    file = sorted(directory.glob("*.safetensors"))[0]
+    file.unlink()
+    with pytest.raises(LoadError, match=rf"^rank 0: .*{file.name}: missing, although") as caught:
+        loading.load(Group(ALONE), config(directory))
+    assert isinstance(caught.value.__cause__, CheckpointError)
+
+
+def test_early_checks_pass_what_can_work(gpt2: Path) -> None:
+    loading.check_early(config(gpt2, split=[1, 3]), 2)
+    loading.check_early(config(gpt2), 4)
+
+
+@pytest.mark.parametrize(
+    ("pippy", "num_stages", "message"),
+    [
+        ({"split": [1, 3]}, 3, r"^pippy.split: \[1, 3\] describes 2 stages, but there are 3"),
+        ({}, 5, r"^number of stages: got 5, allowed are 1 to 4, the model's layers$"),
+        ({}, 0, r"^number of stages: got 0, allowed are 1 to 4, the model's layers$"),
+    ],
+)
+def test_early_checks_of_the_split(gpt2: Path, pippy: dict, num_stages: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        loading.check_early(config(gpt2, **pippy), num_stages)
+
+
+def test_early_checks_of_the_checkpoint(gpt2: Path, tmp_path: Path) -> None:
+    directory = copy_checkpoint(gpt2, tmp_path / "copy")
+    settings = config(directory)
+    (directory / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="not a checkpoint index with a 'weight_map'"):
+        loading.check_early(settings, 2)
+    (directory / "config.json").write_text(json.dumps({"model_type": "nothing"}))
+    with pytest.raises(CheckpointError, match=r"config\.json: "):
+        loading.check_early(settings, 2)

@@ -1,0 +1,110 @@
+"""Packed linear layers give what plain ones give, and where they do not work plain ones remain."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import fx
+
+from ts_pippy_handler import packing
+from ts_pippy_handler.packing import can_pack, pack, use_packed_linears
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def fresh_answer() -> None:
+    can_pack.cache_clear()
+
+
+class Two(torch.nn.Module):
+    """A matrix of its own, and one that is read as an embedding too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.own = torch.nn.Parameter(torch.randn(24, 16, generator=generator), requires_grad=False)
+        self.bias = torch.nn.Parameter(torch.randn(24, generator=generator), requires_grad=False)
+        self.tied = torch.nn.Parameter(torch.randn(10, 24, generator=generator), requires_grad=False)
+
+
+def traced() -> fx.GraphModule:
+    root = Two()
+    graph = fx.Graph()
+    rows, tokens = graph.placeholder("rows"), graph.placeholder("tokens")
+    own, bias, tied = (graph.get_attr(name) for name in ("own", "bias", "tied"))
+    hidden = graph.call_function(torch.ops.aten.linear.default, (rows, own, bias))
+    embedded = graph.call_function(torch.ops.aten.embedding.default, (tied, tokens))
+    added = graph.call_function(torch.ops.aten.add.Tensor, (hidden, embedded))
+    graph.output(graph.call_function(torch.ops.aten.linear.default, (added, tied)))
+    return fx.GraphModule(root, graph)
+
+
+def inputs(num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(num_rows)
+    return torch.randn(num_rows, 16, generator=generator), torch.arange(num_rows) % 10
+
+
+def needs_onednn() -> None:
+    if not can_pack(torch.float32, "cpu"):
+        pytest.skip("this torch has no oneDNN linear layers")
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 64])
+def test_packed_equals_plain(num_rows: int) -> None:
+    needs_onednn()
+    plain, packed = traced(), traced()
+    names = use_packed_linears(packed, torch.float32, CPU)
+    assert names == {"own": "own", "tied": "tied_packed"}
+    weights = dict(packed.named_parameters())
+    del packed.own
+    for name, attribute in names.items():
+        packed.register_buffer(attribute, pack(weights[name].data))
+    packed.recompile()
+    assert "_linear_pointwise" in packed.code
+    assert "aten.linear" not in packed.code
+    given = inputs(num_rows)
+    torch.testing.assert_close(packed(*given), plain(*given), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device"), [(torch.float16, "cpu"), (torch.bfloat16, "cpu"), (torch.float32, "cuda")]
+)
+def test_other_dtypes_and_devices_stay_plain(dtype: torch.dtype, device: str) -> None:
+    assert not can_pack(dtype, device)
+    module = traced()
+    before = module.code
+    assert use_packed_linears(module, dtype, torch.device(device)) == {}
+    module.recompile()
+    assert module.code == before
+
+
+@pytest.mark.parametrize("error", [AttributeError, RuntimeError, NotImplementedError])
+def test_an_operator_that_fails_leaves_everything_plain(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: type[Exception]
+) -> None:
+    def fails(weight: torch.Tensor) -> torch.Tensor:
+        raise error("no such kernel")
+
+    monkeypatch.setattr(packing, "pack", fails)
+    module = traced()
+    with caplog.at_level(logging.WARNING):
+        assert use_packed_linears(module, torch.float32, CPU) == {}
+    if torch.backends.mkldnn.is_available():
+        assert caplog.messages == ["linear layers stay unpacked and slower: no such kernel"]
+    module.recompile()
+    given = inputs(3)
+    assert torch.equal(module(*given), traced()(*given))
+
+
+def test_a_wrong_result_leaves_everything_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "_linear_op", lambda: lambda rows, *rest: torch.zeros(3, 24))
+    assert not can_pack(torch.float32, "cpu")
+
+
+def test_without_onednn_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.setattr(packing, "pack", lambda weight: pytest.fail("tried all the same"))
+    assert not can_pack(torch.float32, "cpu")

@@ -1,0 +1,113 @@
+"""Encoding, chat templates, decoding, and stop strings that arrive in pieces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.models import BOS_ID, EOS_ID, byte_tokenizer
+from ts_pippy_handler.errors import CheckpointError, InvalidRequestError
+from ts_pippy_handler.text import StopChecker, Tokenizer
+
+EMOJI = "a🎉é世b"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(byte_tokenizer())
+
+
+def test_bytes_there_and_back(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(EMOJI)
+    assert ids == list(EMOJI.encode())
+    assert tokenizer.decode(ids) == EMOJI
+
+
+def test_a_tokenizer_with_a_start_token() -> None:
+    assert Tokenizer(byte_tokenizer(bos=True)).encode("hi") == [BOS_ID, *b"hi"]
+
+
+def test_special_tokens_are_not_text(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode([*b"hi", EOS_ID]) == "hi"
+
+
+def test_half_an_emoji_decodes_to_a_replacement(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode(list("🎉".encode())[:2]) == "\ufffd"
+
+
+def test_a_conversation_ends_where_the_assistant_speaks(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode_chat([{"role": "user", "content": "Hi"}])
+    said = byte_tokenizer().decode(ids)
+    assert said == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_no_chat_template() -> None:
+    message = (
+        r"^messages: this model's tokenizer has no chat template \(chat_template.jinja\); send a 'prompt' instead$"
+    )
+    with pytest.raises(InvalidRequestError, match=message):
+        Tokenizer(byte_tokenizer(chat_template=False)).encode_chat([{"role": "user", "content": "x"}])
+
+
+def test_a_chat_template_that_refuses() -> None:
+    core = byte_tokenizer()
+    core.chat_template = "{{ raise_exception('only users may speak') }}"
+    with pytest.raises(InvalidRequestError, match=r"^messages: the chat template refused them: only users may speak$"):
+        Tokenizer(core).encode_chat([{"role": "system", "content": "x"}])
+
+
+def test_a_message_that_is_no_text_is_the_clients_mistake(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^messages: the chat template refused them: "):
+        tokenizer.encode_chat([{"role": "user", "content": "\ud800"}])
+
+
+def test_loading_from_a_checkpoint(tmp_path: Path) -> None:
+    byte_tokenizer().save_pretrained(tmp_path)
+    loaded = Tokenizer.load(str(tmp_path))
+    assert loaded is not None
+    assert loaded.encode(EMOJI) == list(EMOJI.encode())
+
+
+def test_a_checkpoint_without_a_tokenizer(model_dir: Path) -> None:
+    assert Tokenizer.load(str(model_dir)) is None
+
+
+def test_a_damaged_tokenizer_is_named(model_dir: Path) -> None:
+    (model_dir / "tokenizer.json").write_text("{ not json")
+    with pytest.raises(CheckpointError, match=f"^{model_dir}: the tokenizer cannot be read: "):
+        Tokenizer.load(str(model_dir))
+
+
+def feed(checker: StopChecker, text: str) -> int | None:
+    """Return after how many tokens the checker says stop."""
+    for count, byte in enumerate(text.encode(), 1):
+        if checker.add(byte):
+            return count
+    return None
+
+
+@pytest.mark.parametrize(
+    ("stop", "text", "at", "left"),
+    [
+        (("end",), "the end is", 7, "the "),
+        (("END", " is"), "the end is", 10, "the end"),
+        (("b", "ab"), "xxab", 4, "xx"),
+        (("🎉",), "a🎉b", 5, "a"),
+        (("é世",), EMOJI, 10, "a🎉"),
+        (("nowhere",), "the end", None, None),
+        ((), "the end", None, None),
+    ],
+)
+def test_stop_strings(tokenizer: Tokenizer, stop: tuple[str, ...], text: str, at: int | None, left: str | None) -> None:
+    checker = StopChecker(tokenizer, stop)
+    assert feed(checker, text) == at
+    assert checker.cut(text) == left
+
+
+def test_the_replacement_of_half_an_emoji_is_no_stop(tokenizer: Tokenizer) -> None:
+    assert feed(StopChecker(tokenizer, ("!",)), "🎉🎉!") == 9
+
+
+def test_without_a_tokenizer_nothing_stops() -> None:
+    assert feed(StopChecker(None, ("a",)), "aaa") is None

@@ -1,0 +1,243 @@
+"""The three ways TorchServe calls a handler; a bad request among good ones costs nobody else anything."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ts", reason="TorchServe is not installed")
+
+from tests.models import byte_tokenizer
+from tests.unit.fakes import FakeContext, FakeEngine, continuation
+from ts_pippy_handler import TextGenerationHandler, text_generation_handler
+from ts_pippy_handler.config import HandlerConfig
+from ts_pippy_handler.errors import OverloadedError, PipelineError, PippyError
+from ts_pippy_handler.generator import Generator
+from ts_pippy_handler.request import FinishReason, SamplingParams, TokenEvent
+from ts_pippy_handler.text import Tokenizer
+
+GOOD = {"body": {"prompt": "ab", "max_new_tokens": 3}}
+BAD = {"body": {"prompt": "ab", "max_new_tokens": -1}}
+PLAIN = {"body": b"abc"}
+
+
+class Answering(FakeEngine):
+    """Answers each request as soon as it has been submitted."""
+
+    def submit(self, *arguments: Any) -> int:
+        number = super().submit(*arguments)
+        self.answer_all()
+        return number
+
+
+def make(model_dir: Path, engine: FakeEngine, mode: str = "batch") -> TextGenerationHandler:
+    """Return a handler as ``initialize`` leaves it on rank 0."""
+    handler = TextGenerationHandler()
+    config = HandlerConfig(model_path=str(model_dir), max_new_tokens=4)
+    handler.generator = Generator(engine, Tokenizer(byte_tokenizer()), config)  # type: ignore[arg-type]
+    handler._is_async = mode == "async"
+    handler._is_continuous = mode == "continuous"
+    return handler
+
+
+def context(num: int) -> FakeContext:
+    return FakeContext({}, [f"request-{index}" for index in range(num)])
+
+
+def call(handler: TextGenerationHandler, data: list[dict[str, Any]], ctx: FakeContext) -> list[Any]:
+    answers = handler.handle(data, ctx)
+    return asyncio.run(answers) if asyncio.iscoroutine(answers) else answers  # type: ignore[return-value]
+
+
+def body(prompt: str, num: int) -> dict[str, Any]:
+    tokens, _ = continuation(list(prompt.encode()), SamplingParams(max_new_tokens=num), eos=())
+    usage = {"prompt_tokens": len(prompt), "completion_tokens": num, "total_tokens": len(prompt) + num}
+    text = byte_tokenizer().decode(tokens)
+    return {"text": text, "token_ids": tokens, "finish_reason": "length", "usage": usage}
+
+
+@pytest.mark.parametrize("mode", ["batch", "continuous", "async"])
+def test_good_bad_good(model_dir: Path, mode: str) -> None:
+    engine = Answering()
+    ctx = context(4)
+    answers = call(make(model_dir, engine, mode), [GOOD, BAD, PLAIN, GOOD], ctx)
+    assert answers[0] == answers[3] == body("ab", 3)
+    assert answers[1] == {
+        "error": {"code": "invalid_request", "message": "max_new_tokens: must be a whole number, at least 1, got -1"}
+    }
+    assert answers[2] == body("abc", 4)["text"]
+    assert ctx.statuses == {1: (400, "Bad Request")}
+    assert ctx.content_types == {
+        0: "application/json",
+        1: "application/json",
+        2: "text/plain; charset=utf-8",
+        3: "application/json",
+    }
+    assert ctx.headers == {}
+    assert list(ctx.request_ids) == [0, 1, 2, 3]
+    assert len(engine.submitted) == 3
+    assert json.dumps(answers)
+
+
+@pytest.mark.parametrize("mode", ["batch", "continuous", "async"])
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(OverloadedError("too many"), (429, "Too Many Requests")), (PipelineError("gone"), (503, "Service Unavailable"))],
+)
+def test_statuses_of_refusals(model_dir: Path, mode: str, error: PippyError, status: tuple[int, str]) -> None:
+    engine = Answering()
+    engine.refusal = error
+    ctx = context(1)
+    assert call(make(model_dir, engine, mode), [GOOD], ctx) == [error.as_dict()]
+    assert ctx.statuses == {0: status}
+    assert ctx.headers == {0: {"Retry-After": "1"}}
+    assert ctx.content_types == {0: "application/json"}
+
+
+@pytest.mark.parametrize("mode", ["batch", "continuous", "async"])
+def test_a_pipeline_that_fails_meanwhile(model_dir: Path, mode: str) -> None:
+    class Failing(FakeEngine):
+        def submit(self, prompt: Any, params: Any, on_event: Any) -> int:
+            error = PipelineError("rank 1 is gone")
+            on_event(TokenEvent(token_id=None, finish_reason=FinishReason.ERROR, error=error))
+            return 0
+
+    ctx = context(1)
+    answers = call(make(model_dir, Failing(), mode), [GOOD], ctx)
+    assert answers == [{"error": {"code": "pipeline_failed", "message": "rank 1 is gone"}}]
+    assert ctx.statuses == {0: (503, "Service Unavailable")}
+
+
+def test_several_prompts_give_a_list(model_dir: Path) -> None:
+    ctx = context(1)
+    answers = call(make(model_dir, Answering()), [{"body": {"prompt": ["ab", "c"], "max_new_tokens": 2}}], ctx)
+    assert answers == [[body("ab", 2), body("c", 2)]]
+
+
+def test_json_is_recognised_by_its_content_type(model_dir: Path) -> None:
+    ctx = context(3)
+    sent = json.dumps(GOOD["body"]).encode()
+    ctx.request_headers = {0: {"Content-Type": "application/json"}, 1: {"content-type": "application/json"}}
+    answers = call(make(model_dir, Answering()), [{"body": sent}] * 3, ctx)
+    assert answers[0] == answers[1] == body("ab", 3)
+    assert answers[2] == body(sent.decode(), 4)["text"]
+
+
+def test_a_batch_is_complete_before_it_is_answered(model_dir: Path) -> None:
+    engine = FakeEngine()
+    handler = make(model_dir, engine)
+    answers: list[list[Any]] = []
+    calling = threading.Thread(target=lambda: answers.append(call(handler, [GOOD, PLAIN], context(2))))
+    calling.start()
+    for _ in range(2):
+        while not engine._pending:
+            calling.join(0.001)
+        assert not answers
+        engine.answer_oldest()
+    calling.join(20)
+    assert answers == [[body("ab", 3), body("abc", 4)["text"]]]
+
+
+def test_asynchronous_requests_do_not_wait_for_each_other(model_dir: Path) -> None:
+    engine = FakeEngine()
+    handler = make(model_dir, engine, "async")
+
+    async def both() -> tuple[list[Any], list[Any]]:
+        slow = asyncio.create_task(handler.handle([GOOD], context(1)))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        quick = asyncio.create_task(handler.handle([PLAIN], context(1)))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        first, second = engine._pending
+        threading.Thread(target=second).start()  # the engine answers on a thread of its own
+        answer = await asyncio.wait_for(quick, 20)
+        assert not slow.done()
+        threading.Thread(target=first).start()
+        return await asyncio.wait_for(slow, 20), answer
+
+    assert asyncio.run(both()) == ([body("ab", 3)], [body("abc", 4)["text"]])
+
+
+class Frontend:
+    """Calls a handler as TorchServe's frontend does: again and again with all requests that are open."""
+
+    def __init__(self, handler: TextGenerationHandler) -> None:
+        self.handler = handler
+        self.open: dict[str, dict[str, Any]] = {}
+        self.answers: dict[str, Any] = {}
+        self.context: FakeContext | None = None
+
+    def turn(self) -> list[str]:
+        """Call once; return the requests that were answered."""
+        names = list(self.open)
+        self.context = FakeContext({}, names)
+        answers = self.handler.handle(list(self.open.values()), self.context)
+        assert len(answers) == len(names)
+        assert self.context.stopping_criteria is None
+        done = [names[index] for index in self.context.request_ids]
+        for index in self.context.request_ids:
+            self.answers[names[index]] = answers[index]
+            del self.open[names[index]]
+        return done
+
+
+def test_continuous_batching_answers_what_has_finished(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_generation_handler, "_TURN_S", 0.001)
+    engine = FakeEngine()
+    frontend = Frontend(make(model_dir, engine, "continuous"))
+    frontend.open = {"a": GOOD, "b": PLAIN}
+    assert frontend.turn() == []
+    frontend.open["c"] = BAD
+    frontend.open["d"] = GOOD
+    assert frontend.turn() == ["c"]
+    assert frontend.context is not None
+    assert frontend.context.statuses == {2: (400, "Bad Request")}
+    assert len(engine.submitted) == 3, "open requests are not started again"
+    engine._pending.pop(1)()
+    assert frontend.turn() == ["b"]
+    engine.answer_all()
+    assert frontend.turn() == ["a", "d"]
+    assert frontend.answers["a"] == frontend.answers["d"] == body("ab", 3)
+    assert frontend.answers["b"] == body("abc", 4)["text"]
+    assert frontend.handler._tickets == {}
+
+
+def test_a_turn_ends_as_soon_as_something_finishes(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_generation_handler, "_TURN_S", 60)
+    engine = FakeEngine()
+    frontend = Frontend(make(model_dir, engine, "continuous"))
+    frontend.open = {"a": GOOD, "b": GOOD}
+    answered: list[list[str]] = []
+    calling = threading.Thread(target=lambda: answered.append(frontend.turn()))
+    calling.start()
+    while len(engine._pending) < 2:
+        calling.join(0.001)
+    engine.answer_oldest()
+    calling.join(20)
+    assert answered == [["a"]]
+
+
+def test_requests_that_the_frontend_forgot_are_cancelled(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_generation_handler, "_TURN_S", 0.001)
+    engine = FakeEngine()
+    frontend = Frontend(make(model_dir, engine, "continuous"))
+    frontend.open = {"gone": GOOD, "kept": GOOD}
+    frontend.turn()
+    del frontend.open["gone"]
+    monkeypatch.setattr(text_generation_handler, "_FORGOTTEN_S", -1.0)
+    frontend.handler._tickets["kept"].seen = float("inf")
+    monkeypatch.setattr(text_generation_handler.time, "monotonic", lambda: 1e12)
+    monkeypatch.setattr(text_generation_handler, "_FORGOTTEN_S", 60.0)
+    frontend.turn()
+    assert engine.aborted == [0]
+    assert list(frontend.handler._tickets) == ["kept"]
+    engine.answer_all()
+    assert frontend.turn() == ["kept"]
+
+
+def test_ranks_above_0_answer_nothing() -> None:
+    assert TextGenerationHandler().handle([GOOD, BAD], context(2)) == ["", ""]

@@ -1,0 +1,188 @@
+"""Tensors are found in every usual layout of a checkpoint, and damage is named with file and tensor."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.models import Checkpoints, copy_checkpoint
+from ts_pippy_handler.errors import CheckpointError
+from ts_pippy_handler.weights import Checkpoint
+
+LAYOUTS = {
+    "sharded safetensors": ({}, "model.safetensors.index.json"),
+    "single safetensors": ({"shard_bytes": None}, "model.safetensors"),
+    "sharded bin": ({"file_format": "bin"}, "pytorch_model.bin.index.json"),
+    "single bin": ({"file_format": "bin", "shard_bytes": None}, "pytorch_model.bin"),
+}
+NAME = "model.layers.1.mlp.up_proj.weight"
+SHAPE = (96, 64)
+
+
+@pytest.fixture
+def damaged(checkpoints: Checkpoints, tmp_path: Path) -> Path:
+    """A copy of a sharded checkpoint, to be damaged."""
+    return copy_checkpoint(checkpoints("llama", layers=2), tmp_path / "copy")
+
+
+def truth(checkpoints: Checkpoints) -> dict[str, torch.Tensor]:
+    files = checkpoints("llama", layers=2).glob("*.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def shard_of(directory: Path, name: str) -> Path:
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    return directory / index["weight_map"][name]
+
+
+def rewrite(file: Path, change) -> None:
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_same_tensors(checkpoints: Checkpoints, layout: str) -> None:
+    options, entry = LAYOUTS[layout]
+    directory = checkpoints("llama", layers=2, **options)
+    assert (directory / entry).is_file()
+    checkpoint = Checkpoint(str(directory))
+    for name, expected in truth(checkpoints).items():
+        assert name in checkpoint
+        read = torch.full(expected.shape, torch.nan)
+        checkpoint.read_into(name, read)
+        assert torch.equal(read, expected)
+    assert "no.such.tensor" not in checkpoint
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_file_may_be_named(checkpoints: Checkpoints, layout: str) -> None:
+    options, entry = LAYOUTS[layout]
+    assert NAME in Checkpoint(str(checkpoints("llama", layers=2, **options)), entry)
+
+
+def test_a_file_of_another_name_is_found_when_it_is_the_only_one(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "weights.safetensors")
+    assert "a" in Checkpoint(str(tmp_path))
+    save_file({"b": torch.ones(2)}, tmp_path / "more.safetensors")
+    with pytest.raises(CheckpointError, match=r"no weights found; looked for model\.safetensors\.index\.json, "):
+        Checkpoint(str(tmp_path))
+    assert "b" in Checkpoint(str(tmp_path), "more.safetensors")
+
+
+def test_values_are_converted_to_the_target(tmp_path: Path) -> None:
+    save_file({"a": torch.tensor([1.5, -2.25], dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
+    target = torch.zeros(2)
+    Checkpoint(str(tmp_path)).read_into("a", target)
+    assert target.tolist() == [1.5, -2.25]
+
+
+@pytest.mark.parametrize(
+    ("present", "asked", "found"),
+    [
+        ("model.x", ["model.x"], "model.x"),
+        ("x", ["model.x"], "x"),
+        ("model.x", ["x"], "model.x"),
+        ("b", ["a", "b"], "b"),
+        ("model.model.x", ["x"], None),
+        ("y", ["x"], None),
+    ],
+)
+def test_names_are_found_under_another_prefix(
+    tmp_path: Path, present: str, asked: list[str], found: str | None
+) -> None:
+    save_file({present: torch.ones(1)}, tmp_path / "model.safetensors")
+    assert Checkpoint(str(tmp_path)).find(asked, "model") == found
+
+
+def test_no_weights(model_dir: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"^{model_dir}: no weights found; looked for .*pytorch_model.bin$"):
+        Checkpoint(str(model_dir))
+
+
+def test_a_named_index_that_is_not_there(model_dir: Path) -> None:
+    message = f"^handler.index_filename: 'other.json' is not in {model_dir}$"
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint(str(model_dir), "other.json")
+
+
+@pytest.mark.parametrize("text", ["{ broken", "[]", "{}", '{"weight_map": 5}', '{"weight_map": ["a"]}', "null"])
+def test_a_damaged_index(damaged: Path, text: str) -> None:
+    index = damaged / "model.safetensors.index.json"
+    index.write_text(text)
+    with pytest.raises(CheckpointError, match=f"^{re.escape(str(index))}: not a checkpoint index with a 'weight_map'"):
+        Checkpoint(str(damaged))
+
+
+def test_a_missing_shard(damaged: Path) -> None:
+    file = shard_of(damaged, NAME)
+    file.unlink()
+    with pytest.raises(CheckpointError, match=f"{file.name}: missing, although model.safetensors.index.json says it"):
+        Checkpoint(str(damaged))
+
+
+def test_a_tensor_that_the_index_lists_but_no_file_holds(damaged: Path) -> None:
+    file = shard_of(damaged, NAME)
+    rewrite(file, lambda tensors: tensors.pop(NAME))
+    message = f"{file.name}: tensor '{NAME}' is missing, although model.safetensors.index.json lists it"
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        Checkpoint(str(damaged))
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, 0.5])
+def test_a_truncated_file(damaged: Path, keep: float) -> None:
+    file = shard_of(damaged, NAME)
+    data = file.read_bytes()
+    file.write_bytes(data[: int(len(data) * keep) if isinstance(keep, float) else keep])
+    with pytest.raises(CheckpointError, match=f"^{re.escape(str(file))}: unreadable or truncated: "):
+        Checkpoint(str(damaged))
+
+
+@pytest.mark.parametrize("data", [b"", b"junk", b"PK\x03\x04junk"])
+def test_a_damaged_bin_file(tmp_path: Path, data: bytes) -> None:
+    file = tmp_path / "pytorch_model.bin"
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=f"^{re.escape(str(file))}: unreadable or truncated: "):
+        Checkpoint(str(tmp_path))
+
+
+class Evil:
+    """Would run code if it were unpickled."""
+
+    def __reduce__(self) -> tuple:
+        return (print, ("pickled code ran",))
+
+
+def test_a_bin_file_that_holds_code_is_refused_unread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "pytorch_model.bin"
+    torch.save({"a": Evil()}, file)
+    with pytest.raises(CheckpointError, match=f"^{re.escape(str(file))}: "):
+        Checkpoint(str(tmp_path))
+    assert "pickled code ran" not in capsys.readouterr().out
+
+
+def test_a_bin_file_of_the_old_format(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(3)}, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    target = torch.zeros(3)
+    Checkpoint(str(tmp_path)).read_into("a", target)
+    assert target.tolist() == [1, 1, 1]
+
+
+def test_a_wrong_shape(damaged: Path) -> None:
+    file = shard_of(damaged, NAME)
+    message = f"{file.name}: tensor '{NAME}' has shape [96, 64], the model needs [96, 65]"
+    with pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"):
+        Checkpoint(str(damaged)).read_into(NAME, torch.empty(96, 65))
+
+
+def test_a_file_that_is_damaged_after_it_was_found(damaged: Path) -> None:
+    checkpoint = Checkpoint(str(damaged))
+    file = shard_of(damaged, NAME)
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=re.escape(f"{file}: cannot read tensor '{NAME}': ")):
+        checkpoint.read_into(NAME, torch.empty(SHAPE))
