@@ -1,12 +1,13 @@
 """From a configuration to a loaded stage, the same on every rank and together with the others.
 
-Each rank traces the model, keeps its own stage, reads only that stage's weights and says how it went; if one rank
-fails, all fail with its reason. Then they agree on the size of the cache: the smallest rank decides. Knows nothing of
-requests.
+Rank 0 has the model traced and hands out the stages; each rank reads only its stage's weights and says how it went; if
+one rank fails, all fail with its reason. Then they agree on the size of the cache: the smallest rank decides. Knows
+nothing of requests.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from dataclasses import dataclass
@@ -17,9 +18,10 @@ import psutil
 import torch
 from tqdm import tqdm
 
-from ts_pippy_handler import partition, tracing
+from ts_pippy_handler import partition, tracer, tracing
 from ts_pippy_handler.config import PippyConfig, ServingConfig
-from ts_pippy_handler.errors import ConfigError, LoadError
+from ts_pippy_handler.errors import CheckpointError, ConfigError, LoadError
+from ts_pippy_handler.graph_data import ModelFacts, decode_stage
 from ts_pippy_handler.ranks import Group, device_of, set_threads
 from ts_pippy_handler.stage import Stage
 from ts_pippy_handler.transport import Transport
@@ -44,6 +46,8 @@ class LoadedRank:
     max_len: int
     """Tokens of one request: the model's window, or the cache if that is smaller."""
     vocab_size: int
+    stages: list[bytes]
+    """On rank 0 every rank's stage, to hand out again when ranks are started anew."""
 
 
 def load(group: Group, config: ServingConfig, *, show_progress: bool = False) -> LoadedRank:
@@ -53,15 +57,16 @@ def load(group: Group, config: ServingConfig, *, show_progress: bool = False) ->
         LoadError: On every rank, with the reason of each rank that failed.
     """
     started = time.monotonic()
-    stage, traced, error = None, None, None
+    stage, facts, error = None, None, None
+    stages: list[bytes] = []
     try:
-        stage, traced = _load_stage(group, config, show_progress=show_progress)
+        stage, facts, stages = _load_stage(group, config, show_progress=show_progress)
     except Exception as caught:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         error = caught
     group.outcome("loaded", error)
     assert stage is not None
-    assert traced is not None
-    num_slots = _agree_on_slots(group, config.pippy, stage, traced)
+    assert facts is not None
+    num_slots = _agree_on_slots(group, config.pippy, stage, facts)
     stage.allocate_cache(num_slots)
     transport = Transport(stage.device, config.pippy.step_timeout) if group.store is not None else None
     logger.info(
@@ -82,8 +87,9 @@ def load(group: Group, config: ServingConfig, *, show_progress: bool = False) ->
         stage=stage,
         transport=transport,
         num_slots=num_slots,
-        max_len=min(num_slots, traced.max_positions or num_slots),
-        vocab_size=traced.vocab_size,
+        max_len=min(num_slots, facts.max_positions or num_slots),
+        vocab_size=facts.vocab_size,
+        stages=stages,
     )
 
 
@@ -93,6 +99,7 @@ def rejoin(loaded: LoadedRank, group: Group, config: ServingConfig) -> LoadedRan
     Raises:
         LoadError: If another rank fails to load.
     """
+    group.hand_out("stage", loaded.stages)
     group.outcome("loaded", None)
     group.wait_for_all("slots", loaded.num_slots)
     return LoadedRank(
@@ -102,6 +109,7 @@ def rejoin(loaded: LoadedRank, group: Group, config: ServingConfig) -> LoadedRan
         num_slots=loaded.num_slots,
         max_len=loaded.max_len,
         vocab_size=loaded.vocab_size,
+        stages=loaded.stages,
     )
 
 
@@ -132,13 +140,35 @@ def layers_per_stage(traced: tracing.TracedModel, pippy: PippyConfig, num_stages
     return partition.balance(costs, num_stages)
 
 
-def _load_stage(group: Group, config: ServingConfig, *, show_progress: bool) -> tuple[Stage, tracing.TracedModel]:
+def _receive_stage(group: Group, config: ServingConfig) -> tuple[list[bytes], bytes]:
+    """Return this rank's stage; rank 0 has the model traced and hands the stages out.
+
+    Returns:
+        All stages (on rank 0 only, to hand out again when ranks are started anew), and this rank's.
+
+    Raises:
+        LoadError: If the model cannot be split.
+    """
+    if group.place.rank:
+        own = group.receive("stage")
+        if not own:
+            raise LoadError("rank 0 could not trace the model")
+        return [], own
+    try:
+        stages = tracer.trace_stages(config, group.place.world_size)
+    except LoadError:
+        group.hand_out("stage", [b""] * group.place.world_size)
+        raise
+    group.hand_out("stage", stages)
+    return stages, stages[0]
+
+
+def _load_stage(group: Group, config: ServingConfig, *, show_progress: bool) -> tuple[Stage, ModelFacts, list[bytes]]:
     place = group.place
     set_threads(place, config.pippy.threads_per_rank)
     checkpoint = Checkpoint(config.handler.model_path, config.handler.index_filename)
-    traced = trace_checkpoint(config)
-    sizes = layers_per_stage(traced, config.pippy, place.world_size)
-    graph = tracing.split(traced, sizes)[place.rank]
+    stages, own = _receive_stage(group, config)
+    graph, facts = decode_stage(own)
     total = sum(parameter.nbytes for parameter in graph.module.parameters())
     with tqdm(
         total=total,
@@ -151,28 +181,28 @@ def _load_stage(group: Group, config: ServingConfig, *, show_progress: bool) -> 
     ) as bar:
         stage = Stage(
             graph,
-            traced,
+            facts,
             checkpoint,
             device_of(place),
             pack_weights=config.pippy.pack_weights,
             progress=lambda num_bytes: _advance(bar, num_bytes),
         )
-    return stage, traced
+    return stage, facts, stages
 
 
 def _advance(bar: tqdm[NoReturn], num_bytes: int) -> None:
     bar.update(num_bytes)
 
 
-def _agree_on_slots(group: Group, pippy: PippyConfig, stage: Stage, traced: tracing.TracedModel) -> int:
+def _agree_on_slots(group: Group, pippy: PippyConfig, stage: Stage, facts: ModelFacts) -> int:
     """Return the cache size that every rank can hold, in tokens, a multiple of the block size."""
     if pippy.kv_cache_tokens is not None:
         own = pippy.kv_cache_tokens
     else:
         share = _free_bytes(stage.device) * _CACHE_SHARE / (group.place.local_world_size if _is_cpu(stage) else 1)
         own = int(share / max(stage.kv_bytes_per_token, 1))
-        if traced.max_positions:
-            own = min(own, traced.max_positions * pippy.max_running_requests)
+        if facts.max_positions:
+            own = min(own, facts.max_positions * pippy.max_running_requests)
     smallest = min(group.wait_for_all("slots", own))
     num_blocks = smallest // pippy.block_size
     if num_blocks < 1:
@@ -199,7 +229,7 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def check_early(config: ServingConfig, num_stages: int) -> None:
-    """Check in a second, before any rank is started, what needs neither a trace nor weights.
+    """Check at once, before any rank is started, what needs neither a trace nor weights.
 
     Raises:
         ConfigError: If the number of stages is impossible or contradicts an explicit split.
@@ -208,7 +238,12 @@ def check_early(config: ServingConfig, num_stages: int) -> None:
     split = config.pippy.split
     if isinstance(split, list) and len(split) != num_stages:
         raise ConfigError(f"pippy.split: {split} describes {len(split)} stages, but there are {num_stages}")
-    model_config = read_model_config(config)
-    num_layers = getattr(model_config.get_text_config(), "num_hidden_layers", None)
-    partition.check_num_stages(num_stages, num_layers if isinstance(num_layers, int) else num_stages)
+    file = Path(config.handler.model_path) / "config.json"
+    try:
+        written = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: {error}") from error
+    # The usual names; with another one the trace finds out.
+    layers = next((written[key] for key in ("num_hidden_layers", "n_layer", "n_layers") if key in written), None)
+    partition.check_num_stages(num_stages, layers if isinstance(layers, int) else max(num_stages, 1))
     Checkpoint(config.handler.model_path, config.handler.index_filename)

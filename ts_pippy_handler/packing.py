@@ -11,10 +11,13 @@ are not public, so :func:`can_pack` tries them first and everything works withou
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import fx
+
+_PART_BYTES = 16 << 20
 
 logger = logging.getLogger(__name__)
 
@@ -42,24 +45,57 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-def use_packed_linears(module: fx.GraphModule, dtype: torch.dtype, device: torch.device) -> dict[str, str]:
+@dataclass(frozen=True, kw_only=True)
+class PackedWeight:
+    """How one parameter [out, in] is packed: in parts of consecutive rows, each an attribute of the stage."""
+
+    attributes: tuple[str, ...]
+    rows_per_part: int
+    num_columns: int
+    is_only_packed: bool
+    """Whether nothing reads the plain parameter; a tied embedding still does."""
+
+    @property
+    def values_per_part(self) -> int:
+        """Numbers in the largest part."""
+        return self.rows_per_part * self.num_columns
+
+    def parts(self, num_rows: int) -> list[tuple[slice, str]]:
+        """Return the rows of each part and the attribute that holds them packed."""
+        starts = range(0, num_rows, self.rows_per_part)
+        rows = [slice(start, min(start + self.rows_per_part, num_rows)) for start in starts]
+        return list(zip(rows, self.attributes, strict=True))
+
+
+def use_packed_linears(module: fx.GraphModule, dtype: torch.dtype, device: torch.device) -> dict[str, PackedWeight]:
     """Let the linear layers of a stage read packed weights, where that works.
 
+    Large weights are packed in parts, because a part exists twice while it is packed.
+
     Returns:
-        Name of the attribute that must hold the packed weight, by name of the parameter it is made from. They are
-        the same where nothing else reads the parameter, as a tied embedding does.
+        What must be packed, by name of the parameter it is made from.
     """
     if not can_pack(dtype, device.type):
         return {}
-    packed: dict[str, str] = {}
-    for source in [node for node in module.graph.nodes if node.op == "get_attr"]:
+    parameters = dict(module.named_parameters())
+    packed: dict[str, PackedWeight] = {}
+    for source in [node for node in module.graph.nodes if node.op == "get_attr" and node.target in parameters]:
         linears = [user for user in source.users if _is_linear_with_weight(user, source)]
         if not linears:
             continue
-        name = source.target if len(linears) == len(source.users) else f"{source.target}_packed"
-        packed[source.target] = name
+        weight = parameters[source.target]
+        rows = min(weight.shape[0], max(1, _PART_BYTES * weight.shape[0] // weight.nbytes))
+        names = tuple(f"{source.target}_packed_{part}" for part in range(-(-weight.shape[0] // rows)))
+        packed[source.target] = PackedWeight(
+            attributes=names,
+            rows_per_part=rows,
+            num_columns=weight.shape[1],
+            is_only_packed=len(linears) == len(source.users),
+        )
         for linear in linears:
-            _replace(module, linear, source, name)
+            _replace(module, linear, names)
+        if packed[source.target].is_only_packed:
+            module.graph.erase_node(source)
     return packed
 
 
@@ -67,15 +103,24 @@ def _is_linear_with_weight(node: fx.Node, weight: fx.Node) -> bool:
     return node.target is torch.ops.aten.linear.default and node.args[1] is weight and node.args[0] is not weight
 
 
-def _replace(module: fx.GraphModule, linear: fx.Node, source: fx.Node, name: str) -> None:
-    weight = source
-    with module.graph.inserting_before(linear):
-        if name != source.target:
-            weight = module.graph.create_node("get_attr", name)
-        bias = linear.args[2] if len(linear.args) > 2 else None
-        call = module.graph.call_function(_linear_op(), (linear.args[0], weight, bias, "none", [], ""))
-    linear.replace_all_uses_with(call)
-    module.graph.erase_node(linear)
+def _replace(module: fx.GraphModule, linear: fx.Node, names: tuple[str, ...]) -> None:
+    """Compute a linear layer part by part and join the outputs."""
+    graph = module.graph
+    bias = linear.args[2] if len(linear.args) > 2 else None
+    with graph.inserting_before(linear):
+        # The bias fits no single part, so it is added to the whole where there are several.
+        own_bias = bias if len(names) == 1 else None
+        parts = [
+            graph.call_function(
+                _linear_op(), (linear.args[0], graph.create_node("get_attr", name), own_bias, "none", [], "")
+            )
+            for name in names
+        ]
+        whole = parts[0] if len(parts) == 1 else graph.call_function(torch.ops.aten.cat.default, (parts, -1))
+        if bias is not None and own_bias is None:
+            whole = graph.call_function(torch.ops.aten.add.Tensor, (whole, bias))
+    linear.replace_all_uses_with(whole)
+    graph.erase_node(linear)
 
 
 def _linear_op() -> torch._ops.OpOverload:

@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 _PARENT_POLL_S = 0.1
 _LEAVE_TIMEOUT_S = 5
+_STORE_POLL_S = 0.02
 _OUTCOME_TIMEOUT_S = 3600.0
 _GENERATION = "TS_PIPPY_GENERATION"
 _PARENT_PID = "TS_PIPPY_PARENT_PID"
@@ -129,8 +130,30 @@ class Group:
                 raise LoadError(f"ranks {missing} ended before they were ready (pids {', '.join(dead)})")
             if time.monotonic() > deadline:
                 raise LoadError(f"ranks {missing} of {self.place.world_size} did not appear within {timeout_s:g} s")
-            time.sleep(0.01)
+            time.sleep(_STORE_POLL_S)
         return [json.loads(self.store.get(each)) for each in keys]
+
+    def hand_out(self, key: str, values: Sequence[bytes]) -> None:
+        """Give every other rank its own value, by :meth:`receive`."""
+        if self.store is not None:
+            for rank, value in enumerate(values):
+                self.store.set(f"ts_pippy/{key}/{rank}", value)  # type: ignore[arg-type]  # bytes are taken too
+
+    def receive(self, key: str, timeout_s: float = _OUTCOME_TIMEOUT_S) -> bytes:
+        """Wait for this rank's value.
+
+        Raises:
+            LoadError: If it does not come in time.
+        """
+        assert self.store is not None
+        own = f"ts_pippy/{key}/{self.place.rank}"
+        deadline = time.monotonic() + timeout_s
+        while not self.store.check([own]):
+            if time.monotonic() > deadline:
+                raise LoadError(f"rank 0 did not send {key} within {timeout_s:g} s")
+            time.sleep(_STORE_POLL_S)
+        value: bytes = self.store.get(own)
+        return value
 
     def outcome(self, key: str, error: BaseException | None, timeout_s: float = _OUTCOME_TIMEOUT_S) -> None:
         """Share whether this rank succeeded, and fail on all ranks if one did not.

@@ -15,9 +15,10 @@ from torch import fx
 
 from ts_pippy_handler.attention import AttentionPlan, CachedAttention
 from ts_pippy_handler.errors import CheckpointError, UnsupportedModelError
-from ts_pippy_handler.packing import pack, use_packed_linears
+from ts_pippy_handler.graph_data import ModelFacts
+from ts_pippy_handler.packing import PackedWeight, pack, use_packed_linears
 from ts_pippy_handler.request import Batch
-from ts_pippy_handler.tracing import StageGraph, TracedModel, attention_specs
+from ts_pippy_handler.tracing import StageGraph, TracedModel, is_attention
 from ts_pippy_handler.weights import Checkpoint
 
 
@@ -40,7 +41,7 @@ class Stage:
     def __init__(
         self,
         graph: StageGraph,
-        traced: TracedModel,
+        traced: ModelFacts | TracedModel,
         checkpoint: Checkpoint,
         device: torch.device,
         *,
@@ -53,7 +54,7 @@ class Stage:
         self._plan = AttentionPlan()
         self.num_bytes = sum(parameter.nbytes for parameter in graph.module.parameters())
         """Bytes of the stage's weights."""
-        self._attentions = _install_attention(graph.module, self._plan)
+        self._attentions = _install_attention(graph, self._plan)
         _move_to_device(graph.module, device)
         packed = use_packed_linears(graph.module, traced.dtype, device) if pack_weights else {}
         _load_tensors(graph, traced, checkpoint, device, packed, progress)
@@ -109,10 +110,12 @@ class Stage:
         }
 
 
-def _install_attention(module: fx.GraphModule, plan: AttentionPlan) -> list[CachedAttention]:
+def _install_attention(graph: StageGraph, plan: AttentionPlan) -> list[CachedAttention]:
     """Put a cached attention module in the place of every attention operator."""
+    module = graph.module
     attentions: list[CachedAttention] = []
-    for node, spec in attention_specs(module).items():
+    operators = [node for node in module.graph.nodes if is_attention(node)]
+    for node, spec in zip(operators, graph.attention, strict=True):
         attention = CachedAttention(spec, plan)
         name = f"attention_{len(attentions)}"
         module.add_module(name, attention)
@@ -137,40 +140,49 @@ def _move_to_device(module: fx.GraphModule, device: torch.device) -> None:
 
 def _load_tensors(
     graph: StageGraph,
-    traced: TracedModel,
+    traced: ModelFacts | TracedModel,
     checkpoint: Checkpoint,
     device: torch.device,
-    packed: Mapping[str, str],
+    packed: Mapping[str, PackedWeight],
     progress: Callable[[int], None],
 ) -> None:
     prefix = traced.base_model_prefix
     buffers = list(graph.module.named_buffers())
-    # The largest tensors first: while one is packed it exists twice, and then little else is in memory.
-    for key, template in sorted(graph.module.named_parameters(), key=lambda item: -item[1].numel()):
+    # Weights are read here on their way to their packed form. Memory of their own for each would leave gaps between
+    # the packed ones: up to 45 % more resident memory was measured.
+    scratch = torch.empty(max((weight.values_per_part for weight in packed.values()), default=0), dtype=traced.dtype)
+    for key, template in list(graph.module.named_parameters()):
         name = graph.tensors.get(key, key)
         found = checkpoint.find(traced.aliases.get(name, [name]), prefix)
         if found is None:
             raise CheckpointError(f"the checkpoint holds no tensor {name!r}, which stage {graph.index} needs")
-        value = torch.empty(template.shape, dtype=template.dtype, device=device)
-        checkpoint.read_into(found, value)
-        progress(value.nbytes)
-        if packed.get(key) != key:
+        checkpoint.check_shape(found, template.shape)
+        packing = packed.get(key)
+        if packing is None or not packing.is_only_packed:
+            value = torch.empty(template.shape, dtype=template.dtype, device=device)
+            checkpoint.read_into(found, value)
             _set(graph.module, key, torch.nn.Parameter(value, requires_grad=False))
-        if key in packed:
-            _drop_parameter(graph.module, packed[key])
-            graph.module.register_buffer(packed[key], pack(value))
+        else:
+            _drop(graph.module, key)
+        if packing is not None:
+            for rows, attribute in packing.parts(template.shape[0]):
+                plain = scratch[: (rows.stop - rows.start) * template.shape[1]].view(-1, template.shape[1])
+                checkpoint.read_into(found, plain, rows)
+                graph.module.register_buffer(attribute, pack(plain))
+        progress(template.nbytes)
     for key, buffer in buffers:
         name = graph.tensors.get(key, key)
         _set(graph.module, key, _buffer_value(name, buffer, traced, checkpoint, prefix).to(device))
 
 
 def _buffer_value(
-    name: str, buffer: torch.Tensor, traced: TracedModel, checkpoint: Checkpoint, prefix: str
+    name: str, buffer: torch.Tensor, traced: ModelFacts | TracedModel, checkpoint: Checkpoint, prefix: str
 ) -> torch.Tensor:
     """Return a buffer from the checkpoint if it is saved there, else as the model's code computes it."""
     computed = traced.buffers.get(name, buffer)
     found = checkpoint.find([name], prefix) if name in traced.persistent_buffers else None
     if found is not None:
+        checkpoint.check_shape(found, buffer.shape)
         value = torch.empty(buffer.shape, dtype=buffer.dtype)
         checkpoint.read_into(found, value)
         return value
@@ -179,10 +191,9 @@ def _buffer_value(
     return computed
 
 
-def _drop_parameter(module: torch.nn.Module, key: str) -> None:
-    """Make room for a buffer where a parameter was."""
-    if key in module._parameters:
-        del module._parameters[key]
+def _drop(module: torch.nn.Module, key: str) -> None:
+    owner, _, leaf = key.rpartition(".")
+    delattr(module.get_submodule(owner), leaf)
 
 
 def _set(module: torch.nn.Module, key: str, value: torch.Tensor) -> None:

@@ -71,6 +71,8 @@ class StageGraph:
     sends: tuple[WireValue, ...]
     tensors: dict[str, str]
     """Name of each parameter and buffer in ``module``, and its name in the Hugging Face model."""
+    attention: tuple[AttentionSpec, ...]
+    """What each attention operator of ``module`` needs to run, in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +160,7 @@ class TracedModel:
         used: list[dict[str, bool]] = [{} for _ in range(self.num_layers)]
         kv = [0] * self.num_layers
         for node in self.graph.graph.nodes:
-            if _is_attention(node):
+            if is_attention(node):
                 kv[layers[node]] += _attention_spec(node).values_per_token
             for source in node.all_input_nodes:
                 if source.op == "get_attr" and source.target.removeprefix("model.") in self.parameters:
@@ -273,7 +275,8 @@ def _plain_dim(dim: Any, symbol: Any) -> int | str | None:
     return None if str(dim) == str(symbol) else str(dim)
 
 
-def _is_attention(node: fx.Node) -> bool:
+def is_attention(node: fx.Node) -> bool:
+    """Whether a node of a traced graph is an attention call."""
     return node.target is torch.ops.ts_pippy.attention.default
 
 
@@ -282,7 +285,7 @@ def _find_layers(graph: fx.GraphModule, model: torch.nn.Module) -> tuple[list[fx
     lists = {f"model.{name}" for name, m in model.named_modules() if isinstance(m, torch.nn.ModuleList)}
     container = None
     for node in graph.graph.nodes:
-        if _is_attention(node):
+        if is_attention(node):
             paths = [path.rsplit(".", 1)[0] for path in _module_paths(node)]
             container = next((path for path in paths if path in lists), None)
             break
@@ -341,7 +344,7 @@ def _attention_spec(node: fx.Node) -> AttentionSpec:
 
 def attention_specs(graph: fx.GraphModule) -> dict[fx.Node, AttentionSpec]:
     """Return every attention call of a stage, in order, with what it needs to run."""
-    return {node: _attention_spec(node) for node in graph.graph.nodes if _is_attention(node)}
+    return {node: _attention_spec(node) for node in graph.graph.nodes if is_attention(node)}
 
 
 def split(traced: TracedModel, layers_per_stage: Sequence[int]) -> list[StageGraph]:
@@ -424,7 +427,7 @@ def _recompute_behind(graph: fx.Graph, start: fx.Node) -> None:
 def _follows_from_positions(node: fx.Node, known: dict[fx.Node, bool]) -> bool:
     if node.op in ("placeholder", "get_attr"):
         return node.name != "input_ids" and node.name != "logit_rows"
-    if node.op != "call_function" or _is_attention(node):
+    if node.op != "call_function" or is_attention(node):
         return False
     if node.target is torch.ops.aten.sym_size.int:
         source = node.args[0]
@@ -468,6 +471,7 @@ def _stage_graphs(pipe: Any, firsts: Sequence[int], layers: Sequence[int]) -> li
             outputs=produced[index],
             receives=sends[index - 1] if index else (),
             sends=sends[index],
+            attention=tuple(attention_specs(pipe.split_gm.get_submodule(call.target)).values()),
             tensors={
                 key: name.removeprefix("model.") for key, name in pipe.submod_qualname_mappings[call.target].items()
             },

@@ -9,8 +9,9 @@ Sources: the safetensors and ``torch.save`` formats; the index layout of ``trans
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from ts_pippy_handler.errors import CheckpointError
 from ts_pippy_handler.validation import show
 
+_PIECE_BYTES = 16 << 20
 _USUAL_FILES = (
     "model.safetensors.index.json",
     "model.safetensors",
@@ -55,30 +57,57 @@ class Checkpoint:
                     return candidate
         return None
 
-    def read_into(self, name: str, target: torch.Tensor) -> None:
-        """Copy a tensor into ``target``, converting to its dtype and device.
+    def check_shape(self, name: str, shape: Sequence[int]) -> None:
+        """Check that a tensor has the shape the model needs.
 
         Raises:
-            CheckpointError: Naming file and tensor, if the file is damaged or the shapes differ.
+            CheckpointError: Naming file and tensor, if it has another, or the file is damaged.
         """
         file = self._files[name]
+        with self._naming(file, name):
+            if file.suffix == ".safetensors":
+                with safe_open(file, framework="pt") as tensors:
+                    seen = list(tensors.get_slice(name).get_shape())
+            else:
+                seen = list(_load_bin(file)[name].shape)
+        if seen != list(shape):
+            raise CheckpointError(f"{file.name}: tensor {name!r} has shape {seen}, the model needs {list(shape)}")
+
+    def read_into(self, name: str, target: torch.Tensor, rows: slice | None = None) -> None:
+        """Copy a tensor, or some of its rows, into ``target``, converting to its dtype and device.
+
+        The tensor's shape must have been checked.
+
+        Raises:
+            CheckpointError: Naming file and tensor, if the file is damaged.
+        """
+        file = self._files[name]
+        with self._naming(file, name):
+            if rows is not None or target.nbytes <= _PIECE_BYTES or target.dim() == 0:
+                self._copy(file, name, target, rows)
+                return
+            # A large tensor in pieces: what was copied of a mapping counts as resident until the mapping is closed.
+            step = max(1, _PIECE_BYTES * target.shape[0] // target.nbytes)
+            for start in range(0, target.shape[0], step):
+                self._copy(file, name, target[start : start + step], slice(start, start + step))
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _naming(file: Path, name: str) -> Iterator[None]:
+        """Turn whatever a damaged file raises into an error that names file and tensor."""
         try:
-            source = self._open(file, name)
-            if source.shape != target.shape:
-                raise CheckpointError(
-                    f"{file.name}: tensor {name!r} has shape {list(source.shape)}, the model needs {list(target.shape)}"
-                )
-            target.copy_(source)
+            yield
         except (SafetensorError, OSError, RuntimeError, KeyError, EOFError) as error:
             raise CheckpointError(f"{file}: cannot read tensor {name!r}: {error}") from error
 
-    def _open(self, file: Path, name: str) -> torch.Tensor:
+    @staticmethod
+    def _copy(file: Path, name: str, target: torch.Tensor, rows: slice | None) -> None:
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as tensors:
-                found: torch.Tensor = tensors.get_tensor(name)
+                target.copy_(tensors.get_tensor(name) if rows is None else tensors.get_slice(name)[rows])
         else:
-            found = _load_bin(file)[name]
-        return found
+            whole = _load_bin(file)[name]
+            target.copy_(whole if rows is None else whole[rows])
 
     def _entry(self, index_filename: str | None) -> Path:
         if index_filename is not None:

@@ -1,0 +1,74 @@
+"""Trace a model in a process of its own, once for all ranks.
+
+Tracing needs transformers' model code and torch's exporter, about 180 MB that a rank would keep for its lifetime; done
+here, a rank needs neither. ``python -m ts_pippy_handler.tracer`` reads a job from standard input and writes the
+stages, or the reason why there are none, to standard output. Knows nothing of ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+
+import msgspec
+
+from ts_pippy_handler import errors
+from ts_pippy_handler.config import ServingConfig, load_config
+from ts_pippy_handler.errors import LoadError
+
+
+def trace_stages(config: ServingConfig, num_stages: int) -> list[bytes]:
+    """Trace and split the configured model in a child process.
+
+    Returns:
+        Each stage, as :func:`ts_pippy_handler.graph_data.decode_stage` reads it.
+
+    Raises:
+        LoadError: If the model cannot be traced or split; the subclass tells which.
+    """
+    job = json.dumps({"config": config.model_dump(exclude_none=True), "num_stages": num_stages})
+    done = subprocess.run(
+        [sys.executable, "-m", "ts_pippy_handler.tracer"],
+        input=job.encode(),
+        capture_output=True,
+        # The child only handles shapes; it must not take part in the ranks' rendezvous or hold a GPU.
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    if done.returncode:
+        last = (done.stderr.decode(errors="replace").strip() or "no output").splitlines()[-1]
+        raise LoadError(f"tracing the model ended with status {done.returncode}: {last}")
+    answer = msgspec.msgpack.decode(done.stdout)
+    if "error" in answer:
+        raise getattr(errors, answer["kind"])(answer["error"])
+    stages: list[bytes] = answer["stages"]
+    return stages
+
+
+def _trace(config: ServingConfig, num_stages: int) -> list[bytes]:
+    # Imported here: the parent imports this module too, and needs none of it.
+    from ts_pippy_handler import loading, tracing
+    from ts_pippy_handler.graph_data import ModelFacts, encode_stage
+
+    traced = loading.trace_checkpoint(config)
+    graphs = tracing.split(traced, loading.layers_per_stage(traced, config.pippy, num_stages))
+    return [encode_stage(graph, ModelFacts.of(traced, graph)) for graph in graphs]
+
+
+def main() -> None:
+    """Answer the job on standard input."""
+    job = json.load(sys.stdin)
+    answer: dict[str, object]
+    with contextlib.redirect_stdout(sys.stderr):  # what libraries print must not end up in the answer
+        try:
+            answer = {"stages": _trace(load_config(job["config"]), job["num_stages"])}
+        except LoadError as error:
+            answer = {"error": str(error), "kind": type(error).__name__}
+    sys.stdout.buffer.write(msgspec.msgpack.encode(answer))
+
+
+if __name__ == "__main__":
+    main()
