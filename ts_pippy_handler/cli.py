@@ -22,6 +22,8 @@ from ts_pippy_handler.errors import ConfigError, InvalidRequestError, PippyError
 if TYPE_CHECKING:
     from ts_pippy_handler.generator import Answer, Prompt, Wishes
 
+_STDERR = 2  # the descriptor: the other ranks' output, whatever it is, must not reach standard output
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
@@ -165,7 +167,7 @@ def _generate(options: argparse.Namespace) -> int:
     wishes = _wishes(options)
     tokenizer = Tokenizer.load(config.handler.model_path)
     spawn = launch.SpawnOptions(
-        stdout=sys.stderr.fileno(),
+        stdout=_STDERR,
         show_progress=sys.stderr.isatty(),
         log_level="INFO" if options.debug else "WARNING",
     )

@@ -70,7 +70,7 @@ class PippyConfig(BaseModel):
     """Batches in flight at the same time; by default one per stage, so that every stage has work."""
     input_names: list[str] = Field(["input_ids"], description="a list of input names of the model")
     """Upstream's tracing arguments. Checked but no longer needed: attention and positions follow from the tokens."""
-    rpc_timeout: Float = Field(60.0, gt=0)
+    rpc_timeout: Float = Field(60.0, gt=0, allow_inf_nan=False)
     """Seconds to wait for the other ranks to appear at start, and for a control call to be answered."""
     num_worker_threads: Int = Field(4, ge=1, le=1024)
     """Threads of each rank's RPC agent. It carries control messages only, so a few are enough."""
@@ -90,7 +90,7 @@ class PippyConfig(BaseModel):
     """Requests generating at the same time; more wait."""
     max_waiting_requests: Int = Field(1024, ge=0)
     """Requests that may wait; more are refused with status 429."""
-    step_timeout: Float = Field(300.0, gt=0)
+    step_timeout: Float = Field(300.0, gt=0, allow_inf_nan=False)
     """Seconds one batch may take from the first stage to the last before the pipeline counts as broken."""
     threads_per_rank: Int | None = Field(None, ge=1)
     """Compute threads of each rank; by default the cores of this host divided among its ranks."""
@@ -235,6 +235,8 @@ def renamed(mapping: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: If a key is there under both names.
     """
+    if mapping.get("handler") is None:
+        return dict(mapping)
     handler = _block(mapping, "handler", required=False)
     for old, new in DEPRECATED_KEYS.items():
         if old not in handler:
@@ -243,4 +245,4 @@ def renamed(mapping: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"handler.{old}: the same as handler.{new}, which is there too; keep handler.{new} only")
         warnings.warn(f"handler.{old} is deprecated, write handler.{new}", DeprecationWarning, stacklevel=3)
         handler[new] = handler.pop(old)
-    return {**mapping, "handler": handler} if "handler" in mapping else dict(mapping)
+    return {**mapping, "handler": handler}

@@ -90,7 +90,7 @@ class Engine:
                 raise InvalidRequestError(
                     f"token id {token_id} is not in the vocabulary, which has ids 0 to {self.loaded.vocab_size - 1}"
                 )
-        self.scheduler.check(len(prompt_token_ids), params)
+        self.scheduler.check(len(prompt_token_ids), params, num_unfinished=len(self._callbacks))
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -206,9 +206,10 @@ class Engine:
 
     def _keep_logits(self, step: Step, logits: torch.Tensor) -> None:
         start = 0
-        for sequence, num_rows in step.sampled:
-            part = logits[start : start + num_rows].to("cpu", torch.float32).clone()
-            self._logits.setdefault(sequence.number, []).append(part)
+        for (sequence, num_rows), segment in zip(step.sampled, step.batch.segments, strict=True):
+            if segment.num_cached == 0:  # from the beginning, perhaps again after an eviction
+                self._logits[sequence.number] = []
+            self._logits[sequence.number].append(logits[start : start + num_rows].to("cpu", torch.float32).clone())
             start += num_rows
 
     def _deliver(self, number: int, event: TokenEvent) -> None:

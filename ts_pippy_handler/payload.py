@@ -57,7 +57,7 @@ class GenerationPayload(BaseModel):
     temperature: Float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
     """0, the default, takes the most likely token."""
     top_p: Float | None = Field(None, gt=0, le=1)
-    top_k: Int | None = Field(None, ge=0)
+    top_k: Int | None = Field(None, ge=0, lt=2**31)
     seed: Int | None = Field(None, ge=0, lt=2**63)
     stop: Text | Annotated[list[Text], Field(max_length=_MAX_STOPS)] | None = Field(
         None, description=f"a text that is not empty, or a list of at most {_MAX_STOPS} of them"

@@ -8,11 +8,15 @@ Shapes: R sampled rows, V vocabulary.
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections.abc import Callable, Sequence
 
 import torch
 
 from ts_pippy_handler.request import SampledRow
+
+_GREEDY_BELOW = 1e-6  # where dividing by the temperature leaves nothing but the most likely token, or overflows
 
 
 def sample(logits_RV: torch.Tensor, rows: Sequence[SampledRow]) -> list[int]:
@@ -27,7 +31,7 @@ def sample(logits_RV: torch.Tensor, rows: Sequence[SampledRow]) -> list[int]:
     """
     token_ids: list[int] = logits_RV.argmax(-1).tolist()
     for index, row in enumerate(rows):
-        if row.temperature > 0:
+        if row.temperature >= _GREEDY_BELOW:
             token_ids[index] = _draw(logits_RV[index], row)
     return token_ids
 
@@ -56,5 +60,6 @@ def _warpers(row: SampledRow) -> list[Callable[[None, torch.Tensor], torch.Tenso
 
 
 def _mix(seed: int, position: int) -> int:
-    """Return a generator seed that differs for every seed and position (multiplier of Steele et al., SplitMix64)."""
-    return (seed * 0x9E3779B97F4A7C15 + position) % 2**63
+    """Return a generator seed that depends on every bit of both; torch's CPU generator uses the low 32 bits of it."""
+    digest = hashlib.blake2b(struct.pack("<QQ", seed, position), digest_size=4).digest()
+    return int.from_bytes(digest, "little")

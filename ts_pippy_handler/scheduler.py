@@ -88,8 +88,13 @@ class Scheduler:
         """Requests that do not run yet, or had to give their cache back."""
         return len(self._waiting)
 
-    def check(self, num_prompt: int, params: SamplingParams) -> None:
+    def check(self, num_prompt: int, params: SamplingParams, num_unfinished: int | None = None) -> None:
         """Refuse a request that could never finish.
+
+        Args:
+            num_prompt: Tokens of its prompt.
+            params: What it asks for.
+            num_unfinished: Requests accepted so far that have not ended; by default those added here.
 
         Raises:
             InvalidRequestError: Naming what was asked for and what is possible.
@@ -108,8 +113,9 @@ class Scheduler:
                 f"max_new_tokens is {params.max_new_tokens}, but with a prompt of {num_prompt} tokens "
                 f"at most {room - num_prompt} are possible (limit of {room} in all)"
             )
-        if len(self._waiting) >= self.limits.max_waiting + self.limits.max_running:
-            raise OverloadedError(f"{len(self._waiting)} requests are waiting already, try again later")
+        unfinished = self.num_running + self.num_waiting if num_unfinished is None else num_unfinished
+        if unfinished >= self.limits.max_running + self.limits.max_waiting:
+            raise OverloadedError(f"{unfinished - self.num_running} requests are waiting already, try again later")
 
     def add(self, number: int, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         """Accept a request that passed :meth:`check`."""

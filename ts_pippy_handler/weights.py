@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import pickle
+import struct
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ from safetensors import SafetensorError, safe_open
 from ts_pippy_handler.errors import CheckpointError
 from ts_pippy_handler.validation import show
 
+_DAMAGE = (SafetensorError, OSError, RuntimeError, KeyError, EOFError, ValueError, pickle.UnpicklingError, struct.error)
+"""What reading a damaged or foreign file raises."""
 _PIECE_BYTES = 16 << 20
 _USUAL_FILES = (
     "model.safetensors.index.json",
@@ -97,7 +101,7 @@ class Checkpoint:
         """Turn whatever a damaged file raises into an error that names file and tensor."""
         try:
             yield
-        except (SafetensorError, OSError, RuntimeError, KeyError, EOFError) as error:
+        except _DAMAGE as error:
             raise CheckpointError(f"{file}: cannot read tensor {name!r}: {error}") from error
 
     @staticmethod
@@ -147,11 +151,17 @@ def _tensor_names(file: Path) -> list[str]:
             with safe_open(file, framework="pt") as tensors:
                 return list(tensors.keys())
         return list(_load_bin(file))
-    except (SafetensorError, OSError, RuntimeError, EOFError, ValueError) as error:
+    except _DAMAGE as error:
         raise CheckpointError(f"{file}: unreadable or truncated: {error}") from error
 
 
 def _load_bin(file: Path) -> dict[str, Any]:
     # weights_only: a pickle inside a checkpoint must not run code.
-    loaded: dict[str, Any] = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    loaded: dict[str, Any]
+    try:
+        loaded = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except RuntimeError as error:
+        if "mmap can only be used" not in str(error):
+            raise
+        loaded = torch.load(file, map_location="cpu", weights_only=True)  # torch.save's format before 1.6
     return loaded

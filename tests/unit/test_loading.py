@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -120,6 +119,6 @@ def test_early_checks_of_the_checkpoint(gpt2: Path, tmp_path: Path) -> None:
     (directory / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(CheckpointError, match="not a checkpoint index with a 'weight_map'"):
         loading.check_early(settings, 2)
-    (directory / "config.json").write_text(json.dumps({"model_type": "nothing"}))
+    (directory / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"config\.json: "):
         loading.check_early(settings, 2)

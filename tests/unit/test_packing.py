@@ -52,16 +52,19 @@ def needs_onednn() -> None:
         pytest.skip("this torch has no oneDNN linear layers")
 
 
+@pytest.mark.parametrize("part_bytes", [1 << 24, 5 * 24 * 4, 1])
 @pytest.mark.parametrize("num_rows", [1, 2, 7, 64])
-def test_packed_equals_plain(num_rows: int) -> None:
+def test_packed_equals_plain(num_rows: int, part_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     needs_onednn()
+    monkeypatch.setattr(packing, "_PART_BYTES", part_bytes)
     plain, packed = traced(), traced()
     names = use_packed_linears(packed, torch.float32, CPU)
-    assert names == {"own": "own", "tied": "tied_packed"}
+    assert {name: weight.is_only_packed for name, weight in names.items()} == {"own": True, "tied": False}
     weights = dict(packed.named_parameters())
     del packed.own
-    for name, attribute in names.items():
-        packed.register_buffer(attribute, pack(weights[name].data))
+    for name, weight in names.items():
+        for rows, attribute in weight.parts(len(weights[name])):
+            packed.register_buffer(attribute, pack(weights[name].data[rows]))
     packed.recompile()
     assert "_linear_pointwise" in packed.code
     assert "aten.linear" not in packed.code

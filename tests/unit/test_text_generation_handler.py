@@ -26,6 +26,12 @@ BAD = {"body": {"prompt": "ab", "max_new_tokens": -1}}
 PLAIN = {"body": b"abc"}
 
 
+@pytest.fixture(autouse=True)
+def answers_stay_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asynchronous answers go out over TorchServe's socket, which the end-to-end tests have."""
+    monkeypatch.setattr("ts_pippy_handler.text_generation_handler.finish_async", lambda answers, ctx: answers)
+
+
 class Answering(FakeEngine):
     """Answers each request as soon as it has been submitted."""
 
