@@ -102,11 +102,43 @@ class TracedModel:
         self.persistent_buffers = set(model.state_dict()) & set(buffers)
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
         self._layer_starts, self._layers_end = _find_layers(graph, model)
+        self._check_layers()
 
     @property
     def num_layers(self) -> int:
         """Layers that can be spread over stages."""
         return len(self._layer_starts)
+
+    def _check_layers(self) -> None:
+        """Refuse what would answer wrongly in silence: state between tokens, or a window, that no operator carries.
+
+        Raises:
+            UnsupportedModelError: Naming the layer, or the operation.
+        """
+        kind = self.config.model_type
+        layers = self.layer_of()
+        windows: dict[int, int] = {}
+        for node, layer in layers.items():
+            if is_attention(node):
+                windows[layer] = _attention_spec(node).window
+            elif node.op == "call_function" and "conv" in str(node.target):
+                raise UnsupportedModelError(f"{kind}: layer {layer} mixes neighbouring tokens with {node.target}")
+        text_config = self.config.get_text_config()
+        types = getattr(text_config, "layer_types", None) or ["full_attention"] * self.num_layers
+        for layer in range(self.num_layers):
+            if layer not in windows:
+                raise UnsupportedModelError(
+                    f"{kind}: layer {layer} keeps its state without attention (a state-space or linear layer?); "
+                    "only layers with attention can be split exactly"
+                )
+            expected = types[layer] if layer < len(types) else "full_attention"
+            if expected not in ("full_attention", "sliding_attention"):
+                raise UnsupportedModelError(f"{kind}: layer {layer} is of type {expected!r}, which is not supported")
+            if expected == "sliding_attention" and not windows[layer]:
+                raise UnsupportedModelError(f"{kind}: layer {layer} has a sliding window that attention is not told of")
+        wants_window = getattr(text_config, "sliding_window", None) and getattr(text_config, "use_sliding_window", True)
+        if wants_window and not hasattr(text_config, "layer_types") and not any(windows.values()):
+            raise UnsupportedModelError(f"{kind}: the config sets a sliding window that attention is not told of")
 
     @cached_property
     def aliases(self) -> dict[str, list[str]]:

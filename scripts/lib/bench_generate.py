@@ -1,6 +1,6 @@
 """Compare generation over pipeline stages with transformers' own, on the same batch.
 
-    python scripts/bench_generate.py MODEL_DIR [--stages 2] [--rounds 3] [--sizes 4x20,16x200]
+    python scripts/lib/bench_generate.py MODEL_DIR [--stages 2] [--rounds 3] [--sizes 4x20,16x200]
 
 Each round measures both, one after the other, in processes of their own; medians are printed. Ours runs one compute
 thread per stage, transformers as many threads as there are stages.
