@@ -41,7 +41,7 @@ CASES: dict[str, tuple[tuple[bytes, str], list[str]]] = {
     "JSON number": (raw(5), ["object", "prompt"]),
     "JSON string": (raw("x"), ["object", "prompt"]),
     "no prompt": (raw({"max_new_tokens": 3}), ["prompt"]),
-    "prompt a number": (raw({"prompt": 5}), ["prompt", "5", "string"]),
+    "prompt a number": (raw({"prompt": 5}), ["prompt", "5", "text"]),
     "prompt null": (raw({"prompt": None}), ["prompt"]),
     "prompt an object": (raw({"prompt": {"text": "x"}}), ["prompt", "text"]),
     "prompt of numbers": (raw({"prompt": ["x", 5]}), ["prompt", "5"]),
