@@ -233,6 +233,17 @@ class TorchServe(Client):
         if last[0].status != 200:
             raise self.failure(f"the first request to {name} was answered {last}")
 
+    def wait_loaded_again(self, logged: int, timeout_s: float) -> None:
+        """Wait until the log, after its first ``logged`` characters, says that rank 0 has loaded its stage.
+
+        With asyncCommunication TorchServe 0.12 forgets to wait for a restarted worker: a request that comes while it
+        loads makes the frontend end it again, and its state is never READY. So nothing may be sent before.
+        """
+        if not wait_until(
+            lambda: re.search(r"rank 0: stage 0 of", self.log()[logged:]) is not None, timeout_s, _POLL_S
+        ):
+            raise self.failure(f"no rank 0 has loaded again after {timeout_s:.0f} s")
+
     def _has_failed(self, name: str) -> bool:
         log = self.log()[self._registered.get(name, 0) :]
         return re.search(rf"W-\d+-{re.escape(name)}_\S+ .*Retry worker", log) is not None

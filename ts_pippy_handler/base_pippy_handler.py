@@ -36,8 +36,10 @@ def load_failure_as_runtime_error(method: Callable[..., None]) -> Callable[..., 
 
     @functools.wraps(method)
     def wrapped(self: BasePippyHandler, ctx: Any) -> None:
+        ranks.mark_failed()  # until it succeeds
         try:
             method(self, ctx)
+            ranks.mark_failed(failed=False)
         except PippyError as error:
             # One line that says all, last in the log: the traceback of a wrong key helps nobody.
             place = ranks.place_from_environment()
@@ -77,6 +79,7 @@ class BasePippyHandler(BaseHandler):
             RuntimeError: With the reason, if the configuration is wrong or a rank does not appear.
         """
         ranks.die_with_parent()
+        ranks.end_quickly_at_exit()
         _unlink_own_socket()
         migration.accept_meta_from_pretrained()
         logging.captureWarnings(True)

@@ -36,7 +36,8 @@ class Engine:
         loaded: Rank 0 of the pipeline.
         scheduler: Decides what runs next.
         revive: Brings a broken pipeline back, or raises; by default a broken pipeline stays broken.
-        on_death: Called once, on the engine's thread, when the pipeline is broken for good.
+        on_death: Called once, on the engine's thread, when the pipeline is broken for good and before requests hear
+            of it.
     """
 
     def __init__(
@@ -254,11 +255,12 @@ class Engine:
         with self._wake:
             self._closing = True
             self._incoming.clear()
+        if self.failure is not None:
+            self._on_death(self.failure)
         error = self.failure or PipelineError("the model is being unloaded")
         for number in list(self._callbacks):
             self._deliver(number, _failed(error))
         if self.failure is not None:
-            self._on_death(self.failure)
             return
         try:
             if self.loaded.transport is not None:

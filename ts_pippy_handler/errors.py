@@ -8,6 +8,7 @@
     ├── InvalidRequestError       400  invalid_request   what the client sent cannot be honoured
     ├── OverloadedError           429  overloaded        more requests than the configured limits
     └── PipelineError             503  pipeline_failed   a rank died, stopped or raised while serving
+        └── RankLostError         503  pipeline_failed   a rank is gone: its connection closed
 
 Knows nothing of TorchServe: the handlers turn these into responses.
 """
@@ -71,3 +72,7 @@ class PipelineError(PippyError):
 
     status = 503
     code = "pipeline_failed"
+
+
+class RankLostError(PipelineError):
+    """The connection to a rank is closed: its process is gone."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import queue
 import threading
 import time
@@ -20,7 +19,7 @@ from typing import IO, Any
 from ts_pippy_handler import loading, ranks, worker
 from ts_pippy_handler.config import ServingConfig
 from ts_pippy_handler.engine import Engine
-from ts_pippy_handler.errors import LoadError, PipelineError
+from ts_pippy_handler.errors import LoadError, PipelineError, RankLostError
 from ts_pippy_handler.kv_cache import BlockAllocator
 from ts_pippy_handler.loading import LoadedRank
 from ts_pippy_handler.request import FinishReason, SamplingParams, TokenEvent
@@ -189,6 +188,14 @@ def _log_death(error: PipelineError) -> None:
 
 
 def _end_process(error: PipelineError) -> None:
-    """Under torchrun: let pending answers out, then end, so that TorchServe restarts all ranks."""
+    """Under torchrun: let pending answers out, then end, so that TorchServe restarts all ranks.
+
+    When a rank is gone TorchServe knows, answers everybody and starts anew. What rank 0 says from then on waits in the
+    frontend and is taken for the answer to the new ranks' first command, so it must say nothing.
+    """
     _log_death(error)
-    threading.Timer(_LAST_WORDS_S, os._exit, (1,)).start()
+    if isinstance(error, RankLostError):
+        ranks.end_process(1)
+    timer = threading.Timer(_LAST_WORDS_S, ranks.end_process, (1,))
+    timer.daemon = True
+    timer.start()

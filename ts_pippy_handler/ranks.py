@@ -10,6 +10,7 @@ interface is configured.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import logging
@@ -23,7 +24,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -34,9 +35,12 @@ from ts_pippy_handler.errors import ConfigError, LoadError, PipelineError, Pippy
 logger = logging.getLogger(__name__)
 
 _PARENT_POLL_S = 0.1
+_IDLE = timedelta(days=3650)
+"""A stage may wait this long for the next batch; ``transport`` bounds every other wait itself."""
 _LEAVE_TIMEOUT_S = 5
 _STORE_POLL_S = 0.02
 _OUTCOME_TIMEOUT_S = 3600.0
+_has_failed = threading.Event()
 _GENERATION = "TS_PIPPY_GENERATION"
 _PARENT_PID = "TS_PIPPY_PARENT_PID"
 
@@ -101,6 +105,31 @@ def die_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def end_process(status: int) -> NoReturn:
+    """End this process now, without tearing Python and torch down.
+
+    Teardown was measured to take more than a second, during which the process holds its output pipes; TorchServe takes
+    their closing for the failure of the worker it has started meanwhile.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status)
+
+
+def end_quickly_at_exit() -> None:
+    """Let a regular exit of this process skip the teardown too."""
+    atexit.register(lambda: end_process(int(_has_failed.is_set())))
+
+
+def mark_failed(*, failed: bool = True) -> None:
+    """Let the exit status say whether something failed."""
+    if failed:
+        _has_failed.set()
+    else:
+        _has_failed.clear()
 
 
 @dataclass
@@ -256,13 +285,12 @@ def _join_groups(group: Group, config: PippyConfig) -> None:
 
     place = group.place
     assert group.store is not None
-    timeout = timedelta(seconds=max(config.rpc_timeout, config.step_timeout))
     dist.init_process_group(
         "gloo",
         store=dist.PrefixStore("groups", group.store),
         rank=place.rank,
         world_size=place.world_size,
-        timeout=timeout,
+        timeout=_IDLE,
     )
     options = rpc.TensorPipeRpcBackendOptions(
         num_worker_threads=config.num_worker_threads,

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Coroutine
 from typing import Any
 
@@ -29,6 +30,8 @@ _TURN_S = 0.05
 handler only with the next call."""
 _FORGOTTEN_S = 60.0
 """When a request that the frontend no longer mentions counts as gone."""
+_REMEMBERED = 1024
+"""Answered requests whose names are kept; a frontend batch is far smaller."""
 _REASONS = {400: "Bad Request", 429: "Too Many Requests", 503: "Service Unavailable"}
 
 
@@ -88,6 +91,7 @@ class TextGenerationHandler(BasePippyHandler):
         super().__init__()
         self.generator: Generator | None = None
         self._tickets: dict[str, Ticket] = {}
+        self._answered: deque[str] = deque(maxlen=_REMEMBERED)
         self._changed = threading.Condition()
         self._is_continuous = False
 
@@ -145,25 +149,28 @@ class TextGenerationHandler(BasePippyHandler):
         """Continuous batching: answer what has finished; the frontend asks again for the rest at once.
 
         Every call brings all open requests, known ones included. A request left out of ``context.request_ids`` stays
-        open at the frontend, so each gets one whole response with its own status.
+        open at the frontend, so each gets one whole response with its own status. One that was answered already comes
+        again when the frontend is a reply behind, and must not be answered twice.
         """
         numbers = list(range(len(data)))
         for index in numbers:
             request_id = context.request_ids[index]
-            if request_id not in self._tickets:
+            if request_id not in self._tickets and request_id not in self._answered:
                 self._tickets[request_id] = self._open(data[index], context, index)
                 self._tickets[request_id].add_waker(self._wake)
-        tickets = [self._tickets[context.request_ids[index]] for index in numbers]
+        tickets = [self._tickets.get(context.request_ids[index]) for index in numbers]
         with self._changed:
-            self._changed.wait_for(lambda: any(ticket.is_done for ticket in tickets), timeout=_TURN_S)
+            self._changed.wait_for(lambda: any(ticket and ticket.is_done for ticket in tickets), timeout=_TURN_S)
         answers: list[Any] = [""] * len(data)
         for index, ticket in enumerate(tickets):
-            ticket.seen = time.monotonic()
-            if ticket.is_done:
+            if ticket is not None and ticket.is_done:
                 answers[index] = ticket.response(context, index)
+                self._answered.append(context.request_ids[index])
                 del self._tickets[context.request_ids[index]]
-            else:
-                del context.request_ids[index]
+                continue
+            if ticket is not None:
+                ticket.seen = time.monotonic()
+            del context.request_ids[index]
         self._drop_forgotten()
         context.stopping_criteria = None
         return answers

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 import threading
 import warnings
@@ -61,9 +60,7 @@ def _give_up(group: ranks.Group, error: BaseException) -> None:
         if not isinstance(error, PippyError):  # a lost neighbour is a symptom; its own last words matter more
             group.fail(error)
     finally:
-        sys.stderr.flush()
-        sys.stdout.flush()
-        os._exit(1)
+        ranks.end_process(1)
 
 
 def main() -> None:
@@ -78,13 +75,13 @@ def main() -> None:
         loaded = loading.load(group, config, show_progress=job["show_progress"])
     except PippyError:
         # The reason is with rank 0 already, which reports it once for all.
-        os._exit(1)
+        ranks.end_process(1)
     try:
         run_batches(loaded)
     except BaseException as error:  # noqa: BLE001 - the process ends with it
         _give_up(group, error)
     group.leave()
-    os._exit(0)  # rank 0 waits for the exit; RPC threads have nothing left to say
+    ranks.end_process(0)  # rank 0 waits for the exit; RPC threads have nothing left to say
 
 
 if __name__ == "__main__":

@@ -128,6 +128,7 @@ def test_a_killed_spawning_worker_comes_back_without_orphans(
     logged = len(fragile.log())
     kill(before[0])
     assert wait_until(lambda: not fragile.alive(before), 10), "its ranks must end with it"
+    fragile.wait_loaded_again(logged, BACK_S)
     fragile.wait_ready(name, BACK_S, may_retry=True)
     assert is_right(fragile.post(name, SHORT), SHORT_TOKENS)
     # TorchServe's own line for every request that reaches a handler in this mode.
