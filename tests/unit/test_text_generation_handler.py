@@ -212,6 +212,23 @@ def test_continuous_batching_answers_what_has_finished(model_dir: Path, monkeypa
     assert frontend.handler._tickets == {}
 
 
+def test_a_request_is_answered_once_though_the_frontend_is_a_reply_behind(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_generation_handler, "_TURN_S", 0.001)
+    engine = FakeEngine()
+    frontend = Frontend(make(model_dir, engine, "continuous"))
+    frontend.open = {"a": GOOD}
+    frontend.turn()
+    engine.answer_all()
+    assert frontend.turn() == ["a"]
+    frontend.open = {"a": GOOD, "b": GOOD}
+    assert frontend.turn() == []
+    engine.answer_all()
+    assert frontend.turn() == ["b"]
+    assert len(engine.submitted) == 2
+
+
 def test_a_turn_ends_as_soon_as_something_finishes(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_generation_handler, "_TURN_S", 60)
     engine = FakeEngine()
