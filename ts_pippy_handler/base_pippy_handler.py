@@ -13,9 +13,11 @@ import asyncio
 import contextlib
 import functools
 import logging
+import socket
 import sys
+import threading
 import warnings
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,22 +137,57 @@ class BasePippyHandler(BaseHandler):
         return finish_async(await asyncio.to_thread(super().handle, data, context), context)
 
 
-def finish_async(answers: list[Any], context: Any) -> list[Any]:
+class _SerialSocket(socket.socket):
+    """A socket that several threads may send on: TorchServe's own thread and ours, one message after the other."""
+
+    __slots__ = ()
+    _turn = threading.Lock()
+
+    def sendall(self, *args: Any) -> None:
+        """Send everything before anybody else sends."""
+        with self._turn:
+            super().sendall(*args)
+
+
+def send_chunk(body: Any, context: Any, index: int) -> None:
+    """Send a piece of an asynchronous request's stream; its headers go with the first one."""
+    answers = [""] * index + [body]
+    one = {index: context.request_ids[index]}
+    _send(create_predict_response(answers, one, "Prediction success", 200, context, ts_stream_next=True), context)
+
+
+def _send(message: bytes, context: Any) -> None:
+    if type(context.cl_socket) is socket.socket:
+        context.cl_socket.__class__ = _SerialSocket
+    context.cl_socket.sendall(message)
+
+
+def finish_async(answers: list[Any], context: Any, is_stream: Sequence[bool] = ()) -> list[Any]:
     """Send the answers of an asynchronous batch and return what ends them.
 
     TorchServe's asynchronous frontend forgets a request only when its last *chunk* has come, also if it was answered
     whole: without one its memory grows and the model cannot be unregistered. So an answer is sent as the only chunk
     of a stream, with an empty last one. An error must be sent whole, for a stream has status 200; its last chunk then
     finds the connection closed.
+
+    Args:
+        answers: The answers; the last piece of those that have been streamed.
+        context: The batch's context.
+        is_stream: Which of them have been streamed; none by default.
     """
-    for index in range(len(answers)):
+    for index, answer in enumerate(answers):
+        if is_stream and is_stream[index]:
+            context.set_response_header(index, "ts_stream_next", "true")  # which the encoder turns to false: the last
+            continue
         status = context.get_response_status(index)[0]
-        one = {index: context.request_ids[index]}
-        is_chunk = status is None or status < 400
-        message = create_predict_response(answers, one, "Prediction success", 200, context, ts_stream_next=is_chunk)
-        context.cl_socket.sendall(message)
-        context.set_response_header(index, "ts_stream_next", "true")  # which the encoder turns to false: the last
-    return [""] * len(answers)
+        if status is None or status < 400:
+            send_chunk(answer, context, index)
+        else:
+            one = {index: context.request_ids[index]}
+            _send(create_predict_response(answers, one, "Prediction success", 200, context), context)
+        answers[index] = ""
+        context.set_response_header(index, "ts_stream_next", "true")
+    return answers
 
 
 def _unlink_own_socket() -> None:

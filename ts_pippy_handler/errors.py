@@ -6,6 +6,7 @@
     │   ├── CheckpointError       500  bad_checkpoint    a weight file is missing, damaged or does not fit
     │   └── UnsupportedModelError 500  unsupported_model the architecture cannot be split exactly
     ├── InvalidRequestError       400  invalid_request   what the client sent cannot be honoured
+    ├── NotFoundError             404  not_found         a path or a model that is not here
     ├── OverloadedError           429  overloaded        more requests than the configured limits
     └── PipelineError             503  pipeline_failed   a rank died, stopped or raised while serving
         └── RankLostError         503  pipeline_failed   a rank is gone: its connection closed
@@ -58,6 +59,13 @@ class InvalidRequestError(PippyError):
 
     status = 400
     code = "invalid_request"
+
+
+class NotFoundError(PippyError):
+    """The path or the model that was asked for is not here."""
+
+    status = 404
+    code = "not_found"
 
 
 class OverloadedError(PippyError):

@@ -9,12 +9,13 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ts_pippy_handler.config import HandlerConfig
 from ts_pippy_handler.engine import Engine
 from ts_pippy_handler.errors import InvalidRequestError, PippyError
 from ts_pippy_handler.request import FinishReason, SamplingParams, TokenEvent
-from ts_pippy_handler.text import StopChecker, Tokenizer
+from ts_pippy_handler.text import TextStream, Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +24,9 @@ class Prompt:
 
     text: str | None = None
     token_ids: Sequence[int] | None = None
-    messages: Sequence[Mapping[str, str]] | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """Functions the model may call, for the chat template."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,10 +52,23 @@ class Answer:
     text: str | None
     """Their text without special tokens, cut before a stop string; None without a tokenizer."""
     finish_reason: FinishReason
+    prompt_text: str = ""
+    """The prompt as text, as far as there is one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """What is new in a completion since it was last asked."""
+
+    token_ids: list[int]
+    text: str
+    """Text that is certain by now; empty without a tokenizer."""
+    finish_reason: FinishReason | None
+    """Why the completion ended; None while it runs."""
 
 
 class Completion:
-    """One prompt being continued. Filled on the engine's thread, read when ``done`` is set."""
+    """One prompt being continued. Filled on the engine's thread, read on others."""
 
     def __init__(self, prompt_token_ids: list[int], params: SamplingParams, tokenizer: Tokenizer | None) -> None:
         self.prompt_token_ids = prompt_token_ids
@@ -61,18 +77,29 @@ class Completion:
         self.number = -1
         """The engine's number of the request, once it has started."""
         self._tokenizer = tokenizer
-        self._stops = StopChecker(tokenizer, params.stop)
+        self._stream = None if tokenizer is None else TextStream(tokenizer, params.stop)
         self._token_ids: list[int] = []
+        self._num_decoded = 0  # tokens the text stream has seen
+        self._num_taken = 0
+        self._taken_text: list[str] = []
         self._finish_reason: FinishReason | None = None
         self._error: Exception | None = None
-        self._on_done: list[Callable[[], None]] = []
+        self._on_change: list[tuple[Callable[[], None], bool]] = []
         self._lock = threading.Lock()
 
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` once, when the completion has finished, on whatever thread that is."""
+    @property
+    def has_news(self) -> bool:
+        """Whether :meth:`progress` has something to tell, counting the end."""
+        return len(self._token_ids) > self._num_taken or self.done.is_set()
+
+    def add_callback(self, callback: Callable[[], None], *, every_token: bool = False) -> None:
+        """Call ``callback`` when the completion has finished, and before that after every token if asked.
+
+        It is called on the engine's thread, or at once if the completion has finished already.
+        """
         with self._lock:
             if not self.done.is_set():
-                self._on_done.append(callback)
+                self._on_change.append((callback, every_token))
                 return
         callback()
 
@@ -80,14 +107,48 @@ class Completion:
         """Take the next event; return whether a stop string ends the completion here."""
         if self.done.is_set():
             return False
+        is_stopped = False
         if event.token_id is not None:
-            self._token_ids.append(event.token_id)
-        is_stopped = event.token_id is not None and self._stops.add(event.token_id)
+            with self._lock:
+                self._token_ids.append(event.token_id)
+                if self.params.stop:  # else the text can wait until somebody wants it
+                    is_stopped = self._decode()
         if is_stopped:
             self._finish(FinishReason.STOP, None)
         elif event.finish_reason is not None:
             self._finish(event.finish_reason, event.error)
+        else:
+            for callback, every_token in self._on_change:
+                if every_token:
+                    callback()
         return is_stopped and event.finish_reason is None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """New tokens so far."""
+        return self._token_ids
+
+    @property
+    def has_unsent_tokens(self) -> bool:
+        """Whether tokens came since :meth:`progress` was last called."""
+        return len(self._token_ids) > self._num_taken
+
+    def progress(self, *, may_end: bool = True) -> Progress:
+        """Return what came since the last call; the last one has a finish reason.
+
+        Args:
+            may_end: False keeps the finish reason, and text that only the end makes certain, for a later call.
+
+        Raises:
+            PippyError: If the pipeline failed.
+        """
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            token_ids = self._token_ids[self._num_taken :]
+            self._num_taken = len(self._token_ids)
+            reason = self._finish_reason if may_end else None
+            return Progress(token_ids=token_ids, text=self._new_text(is_end=reason is not None), finish_reason=reason)
 
     def answer(self) -> Answer:
         """Return the finished answer.
@@ -98,22 +159,54 @@ class Completion:
         assert self._finish_reason is not None, "answer() was called before the completion is done"
         if self._error is not None:
             raise self._error
-        text = None if self._tokenizer is None else self._tokenizer.decode(self._token_ids)
-        if text is not None and (cut := self._stops.cut(text)) is not None:
-            text = cut
-        return Answer(
-            prompt_token_ids=self.prompt_token_ids,
-            token_ids=self._token_ids,
-            text=text,
-            finish_reason=self._finish_reason,
-        )
+        with self._lock:
+            return Answer(
+                prompt_token_ids=self.prompt_token_ids,
+                token_ids=self._token_ids,
+                text=self._whole_text(),
+                finish_reason=self._finish_reason,
+                prompt_text=self.prompt_text,
+            )
+
+    @property
+    def prompt_text(self) -> str:
+        """The prompt as text; empty without a tokenizer."""
+        return "" if self._tokenizer is None else self._tokenizer.decode(self.prompt_token_ids)
+
+    def _decode(self) -> bool:
+        """Feed new tokens to the text stream; return whether a stop string is complete."""
+        assert self._stream is not None
+        for token_id in self._token_ids[self._num_decoded :]:
+            self._stream.add(token_id)
+        self._num_decoded = len(self._token_ids)
+        return self._stream.is_stopped
+
+    def _whole_text(self) -> str | None:
+        if self._tokenizer is None or self._stream is None:
+            return None
+        if not self.params.stop:
+            return self._tokenizer.decode(self._token_ids)
+        self._decode()
+        return self._stream.whole()
+
+    def _new_text(self, *, is_end: bool) -> str:
+        if self._stream is None:
+            return ""
+        self._decode()
+        piece = self._stream.take()
+        if is_end:
+            # A stream adds up to the whole answer, also with tokenizers that change earlier text for later tokens.
+            sent, whole = "".join(self._taken_text) + piece, self._whole_text() or ""
+            piece += whole[len(sent) :] if whole.startswith(sent) else self._stream.finish()
+        self._taken_text.append(piece)
+        return piece
 
     def _finish(self, reason: FinishReason, error: Exception | None) -> None:
         with self._lock:
             self._finish_reason, self._error = reason, error
             self.done.set()
-            callbacks, self._on_done = self._on_done, []
-        for callback in callbacks:
+            callbacks, self._on_change = self._on_change, []
+        for callback, _ in callbacks:
             callback()
 
 
@@ -129,15 +222,28 @@ class Generator:
         """Start continuing a prompt; as :meth:`submit_all` for one."""
         return self.submit_all([prompt], wishes)[0]
 
-    def submit_all(self, prompts: Sequence[Prompt], wishes: Wishes) -> list[Completion]:
+    def submit_all(self, prompts: Sequence[Prompt], wishes: Wishes, *, num_choices: int = 1) -> list[Completion]:
         """Start continuing several prompts, all or none of them.
+
+        Args:
+            prompts: What to continue.
+            wishes: How, the same for all of them.
+            num_choices: Continuations of each prompt, each drawn with a seed of its own: the first with the seed that
+                was asked for, the next with the one after it, and so on.
+
+        Returns:
+            The choices of the first prompt, then those of the second, and so on.
 
         Raises:
             InvalidRequestError: If one cannot be honoured; none is left running then.
             OverloadedError: If too many requests wait.
             PipelineError: If the pipeline is broken.
         """
-        completions = [self._completion(prompt, wishes) for prompt in prompts]
+        completions = [
+            completion
+            for prompt in prompts
+            for completion in self._choices(self._completion(prompt, wishes), num_choices)
+        ]
         try:
             for completion in completions:
                 self._start(completion)
@@ -172,13 +278,17 @@ class Generator:
         self.engine.check(token_ids, params)
         return Completion(token_ids, params, self.tokenizer)
 
+    def _choices(self, first: Completion, num_choices: int) -> list[Completion]:
+        others = (replace(first.params, seed=(first.params.seed + number) % 2**63) for number in range(1, num_choices))
+        return [first, *(Completion(first.prompt_token_ids, params, self.tokenizer) for params in others)]
+
     def _encode(self, prompt: Prompt) -> list[int]:
         if prompt.token_ids is not None:
             return list(prompt.token_ids)
         if self.tokenizer is None:
             raise InvalidRequestError("this model has no tokenizer; send token ids ('input_ids')")
         if prompt.messages is not None:
-            return self.tokenizer.encode_chat(prompt.messages)
+            return self.tokenizer.encode_chat(prompt.messages, prompt.tools)
         if not prompt.text:
             raise InvalidRequestError("the prompt is empty, at least one character is needed")
         return self.tokenizer.encode(prompt.text)

@@ -16,10 +16,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from ts_pippy_handler.config import Float, Int
 from ts_pippy_handler.errors import InvalidRequestError
 from ts_pippy_handler.generator import Prompt, Wishes
+from ts_pippy_handler.replies import Call, PlainFormat, TextFormat
 from ts_pippy_handler.validation import describe_errors, show
 
 _NUMBERS = {"max_new_tokens": int, "temperature": float, "top_p": float, "top_k": int, "seed": int}
 """Fields of a form that are numbers; a form carries text only."""
+_SWITCHES = {"true": True, "1": True, "false": False, "0": False}
 _MAX_PROMPTS = 256
 _MAX_STOPS = 16
 
@@ -63,6 +65,8 @@ class GenerationPayload(BaseModel):
         None, description=f"a text that is not empty, or a list of at most {_MAX_STOPS} of them"
     )
     ignore_eos: bool = False
+    stream: bool = False
+    """Whether the answer comes in pieces, one JSON object per line."""
 
     @model_validator(mode="after")
     def _one_source(self) -> GenerationPayload:
@@ -111,6 +115,16 @@ class ParsedRequest:
     is_plain_text: bool
     """Whether the body was a bare prompt; then the answer is bare text too."""
 
+    def call(self) -> Call:
+        """Return what to run and how to answer."""
+        payload = self.payload
+        return Call(
+            prompts=payload.prompts(),
+            wishes=payload.wishes(),
+            format=TextFormat() if self.is_plain_text else PlainFormat(is_list=payload.is_list),
+            is_stream=payload.stream,
+        )
+
 
 def parse_request(data: Mapping[str, Any], content_type: str | None = None) -> ParsedRequest:
     """Check one item of the list that TorchServe passes to ``handle``.
@@ -142,6 +156,18 @@ def check_fields(fields: Any) -> GenerationPayload:
         return GenerationPayload.model_validate(dict(fields))
     except ValidationError as error:
         raise InvalidRequestError(describe_errors(error, GenerationPayload, fields)) from None
+
+
+def read_json(data: Mapping[str, Any]) -> Any:
+    """Return the JSON value that one item of the list that TorchServe passes to ``handle`` holds.
+
+    Raises:
+        InvalidRequestError: If there is none.
+    """
+    body = next((data[name] for name in ("body", "data") if set(data) == {name}), None)
+    if body is None:
+        raise InvalidRequestError("the body must be a JSON object; send it with 'Content-Type: application/json'")
+    return _parse_json(bytes(body)) if isinstance(body, (bytes, bytearray)) else body
 
 
 def _parse_body(body: Any, content_type: str) -> ParsedRequest:
@@ -184,10 +210,9 @@ def _form_fields(data: Mapping[str, Any]) -> dict[str, Any]:
         fields[name] = _number(name, text) if isinstance(text, str) else text
         if name.lstrip().startswith("{"):
             raise InvalidRequestError("the body looks like JSON sent as a form; add 'Content-Type: application/json'")
-    if isinstance(fields.get("ignore_eos"), str):
-        fields["ignore_eos"] = {"true": True, "1": True, "false": False, "0": False}.get(
-            fields["ignore_eos"].lower(), fields["ignore_eos"]
-        )
+    for name in ("ignore_eos", "stream"):
+        if isinstance(fields.get(name), str):
+            fields[name] = _SWITCHES.get(fields[name].lower(), fields[name])
     return fields
 
 

@@ -21,6 +21,10 @@ _TOKENIZER_FILES = (
 )
 
 
+_HALF = "\ufffd"
+"""What the bytes of an unfinished character decode to."""
+
+
 class Tokenizer:
     """A checkpoint's tokenizer, with errors a client can act on."""
 
@@ -51,8 +55,14 @@ class Tokenizer:
         ids: list[int] = self._tokenizer(text)["input_ids"]
         return ids
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
         """Return the token ids of a conversation, ending where the assistant speaks next.
+
+        Args:
+            messages: Turns as the chat template expects them, with ``role`` and ``content`` at least.
+            tools: Descriptions of functions the model may call, for the template.
 
         Raises:
             InvalidRequestError: If the checkpoint has no chat template, or it refuses the messages.
@@ -63,7 +73,10 @@ class Tokenizer:
             )
         try:
             encoded = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], add_generation_prompt=True, return_dict=True
+                [dict(message) for message in messages],
+                tools=None if tools is None else [dict(tool) for tool in tools],
+                add_generation_prompt=True,
+                return_dict=True,
             )
         except Exception as error:
             raise InvalidRequestError(f"messages: the chat template refused them: {error}") from error
@@ -76,22 +89,74 @@ class Tokenizer:
         return text
 
 
-class StopChecker:
-    """Finds the first stop string in a text that arrives token by token."""
+class TextStream:
+    """The text of one answer, growing token by token: never half a character, never past a stop string.
 
-    def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str]) -> None:
+    The newest tokens are decoded together with a few before them, since what a token reads as can depend on its
+    neighbours. Written here because ``tokenizers``' own ``DecodeStream`` knows fast tokenizers only, and has no way to
+    give out an unfinished character at the end.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._stop = stop
+        self._longest_stop = max((len(each) for each in stop), default=0)
         self._token_ids: list[int] = []
+        self._context = 0  # tokens before this one no longer influence the next ones
+        self._decoded = 0  # tokens before this one are in ``_text``
+        self._text = ""
+        self._num_taken = 0
+        self.is_stopped = False
+        """Whether a stop string is complete; later tokens are not looked at."""
 
-    def add(self, token_id: int) -> bool:
-        """Take the next token; return whether a stop string is complete now."""
-        if not self._stop or self._tokenizer is None:
-            return False
+    def add(self, token_id: int) -> None:
+        """Append the next token."""
+        if self.is_stopped:
+            return
         self._token_ids.append(token_id)
-        return self.cut(self._tokenizer.decode(self._token_ids)) is not None
+        before = self._tokenizer.decode(self._token_ids[self._context : self._decoded])
+        after = self._tokenizer.decode(self._token_ids[self._context :])
+        if after.endswith(_HALF):
+            return
+        if len(after) > len(before):
+            self._append(after[len(before) :])
+            self._context = self._decoded
+        self._decoded = len(self._token_ids)
 
-    def cut(self, text: str) -> str | None:
-        """Return ``text`` up to its first stop string, or None when it has none."""
-        found = [text.index(stop) for stop in self._stop if stop in text]
-        return text[: min(found)] if found else None
+    def take(self) -> str:
+        """Return the text that is certain by now and was not returned before; what may begin a stop string waits."""
+        end = len(self._text)
+        if not self.is_stopped:
+            end -= self._num_held()
+        start, self._num_taken = self._num_taken, max(end, self._num_taken)
+        return self._text[start:end]
+
+    def finish(self) -> str:
+        """Return the rest of the text; an unfinished character shows as U+FFFD."""
+        if not self.is_stopped:
+            before = self._tokenizer.decode(self._token_ids[self._context : self._decoded])
+            self._append(self._tokenizer.decode(self._token_ids[self._context :])[len(before) :])
+            self._context = self._decoded = len(self._token_ids)
+        start, self._num_taken = self._num_taken, len(self._text)
+        return self._text[start:]
+
+    def whole(self) -> str:
+        """Return the text so far from its beginning, an unfinished character included."""
+        self.finish()
+        return self._text
+
+    def _append(self, piece: str) -> None:
+        searched = max(0, len(self._text) - self._longest_stop + 1)
+        self._text += piece
+        found = [at for stop in self._stop if (at := self._text.find(stop, searched)) >= 0]
+        if found:
+            self._text = self._text[: min(found)]
+            self.is_stopped = True
+
+    def _num_held(self) -> int:
+        """Return how many characters at the end of the text may be the beginning of a stop string."""
+        longest = min(self._longest_stop - 1, len(self._text))
+        for num in range(longest, 0, -1):
+            if any(stop.startswith(self._text[-num:]) for stop in self._stop):
+                return num
+        return 0

@@ -1,8 +1,8 @@
 """TextGenerationHandler: a ready handler that continues text, in every way TorchServe can call it.
 
-Life of a request here: parse, submit to the engine, wait, answer. What differs between TorchServe's three calling
-conventions is only the waiting: all at once for a frontend batch, in turns under continuous batching, as a coroutine
-under asynchronous communication. Errors belong to one request and never to its batch.
+Life of a request here: route, parse, submit to the engine, send what there is, until the last. What differs between
+TorchServe's three calling conventions is only the waiting: all at once for a frontend batch, in turns under continuous
+batching, as a coroutine under asynchronous communication. Errors belong to one request and never to its batch.
 """
 
 from __future__ import annotations
@@ -12,72 +12,49 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
-from ts_pippy_handler.base_pippy_handler import BasePippyHandler, finish_async
+from ts_pippy_handler import openai
+from ts_pippy_handler.base_pippy_handler import BasePippyHandler, finish_async, send_chunk
 from ts_pippy_handler.config import ServingConfig
-from ts_pippy_handler.errors import PippyError
-from ts_pippy_handler.generator import Answer, Completion, Generator
-from ts_pippy_handler.payload import ParsedRequest, parse_request
+from ts_pippy_handler.errors import InvalidRequestError, NotFoundError, PippyError
+from ts_pippy_handler.generator import Generator
+from ts_pippy_handler.payload import parse_request
 from ts_pippy_handler.pt_pippy import config_of, get_pipeline_driver
+from ts_pippy_handler.replies import Call, Output, Reply, failure
 from ts_pippy_handler.text import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 _TURN_S = 0.05
-"""How long one call of ``handle`` waits for something to finish under continuous batching; new requests reach the
+"""How long one call of ``handle`` waits for something to send under continuous batching; new requests reach the
 handler only with the next call."""
-_FORGOTTEN_S = 60.0
-"""When a request that the frontend no longer mentions counts as gone."""
+_SILENCE_S = 5.0
+"""While a client waits, the frontend calls without pause under continuous batching; after such a silence none does."""
 _REMEMBERED = 1024
 """Answered requests whose names are kept; a frontend batch is far smaller."""
-_REASONS = {400: "Bad Request", 429: "Too Many Requests", 503: "Service Unavailable"}
+_PATHS = ("v1/completions", "v1/chat/completions", "v1/models")
 
 
-class Ticket:
-    """One HTTP request: its prompts being continued, or the error it ends with."""
+class _Answered:
+    """A request that was answered without running anything: an error, or something known."""
 
-    def __init__(self, parsed: ParsedRequest | None, completions: list[Completion], error: PippyError | None) -> None:
-        self._parsed = parsed
-        self.completions = completions
-        self._error = error
-        self.seen = time.monotonic()
+    is_stream = False
 
-    @property
-    def is_done(self) -> bool:
-        """Whether the response can be built."""
-        return all(completion.done.is_set() for completion in self.completions)
+    def __init__(self, output: Output) -> None:
+        self._output = output
+        self.has_output = True
 
-    def add_waker(self, wake: Any) -> None:
-        """Call ``wake`` whenever one of the prompts is finished."""
-        for completion in self.completions:
-            completion.add_done_callback(wake)
+    def add_waker(self, wake: Callable[[], None]) -> None:
+        """Nothing will change."""
 
-    def wait(self) -> None:
-        """Block until the response can be built."""
-        for completion in self.completions:
-            completion.done.wait()
+    def cancel(self) -> None:
+        """Nothing runs."""
 
-    def response(self, context: Any, index: int) -> Any:
-        """Set status and content type of item ``index`` and return its body."""
-        try:
-            if self._error is not None:
-                raise self._error
-            assert self._parsed is not None
-            answers = [completion.answer() for completion in self.completions]
-            if self._parsed.is_plain_text:
-                context.set_response_content_type(index, "text/plain; charset=utf-8")
-                return answers[0].text or ""
-            context.set_response_content_type(index, "application/json")
-            bodies = [_as_json(answer) for answer in answers]
-            return bodies if self._parsed.payload.is_list else bodies[0]
-        except PippyError as error:
-            context.set_response_status(error.status, _REASONS.get(error.status, "Error"), index)
-            context.set_response_content_type(index, "application/json")
-            if error.status in (429, 503):
-                context.set_response_header(index, "Retry-After", "1")
-            return error.as_dict()
+    def next(self) -> Output:
+        """Return the answer."""
+        return self._output
 
 
 class TextGenerationHandler(BasePippyHandler):
@@ -90,10 +67,13 @@ class TextGenerationHandler(BasePippyHandler):
     def __init__(self) -> None:
         super().__init__()
         self.generator: Generator | None = None
-        self._tickets: dict[str, Ticket] = {}
+        self._replies: dict[str, Reply | _Answered] = {}
         self._answered: deque[str] = deque(maxlen=_REMEMBERED)
         self._changed = threading.Condition()
-        self._is_continuous = False
+        self._last_turn = time.monotonic()
+        self._mode = "batch"
+        self._model_name = ""
+        self._created = int(time.time())
 
     def initialize(self, ctx: Any) -> None:
         """Bring up the ranks, load every stage, and send one token through.
@@ -103,107 +83,168 @@ class TextGenerationHandler(BasePippyHandler):
         """
         super().initialize(ctx)
         config: ServingConfig = config_of(ctx)
-        self._is_continuous = bool(ctx.model_yaml_config.get("continuousBatching"))
+        if self._is_async:
+            self._mode = "async"
+        elif ctx.model_yaml_config.get("continuousBatching"):
+            self._mode = "continuous"
+        self._model_name = str(getattr(ctx, "model_name", ""))
         tokenizer = Tokenizer.load(config.handler.model_path, trust_remote_code=config.handler.trust_remote_code)
         driver = get_pipeline_driver(None, self.world_size, ctx)
         if driver.serves:
             self.model = driver
             self.generator = Generator(driver.engine, tokenizer, config.handler)
+            if self._mode == "continuous":
+                threading.Thread(target=self._watch_frontend, name="frontend-watch", daemon=True).start()
         self.initialized = True
 
     def handle(self, data: list[dict[str, Any]], context: Any) -> list[Any] | Coroutine[Any, Any, list[Any]]:
         """Answer a batch of requests, each with its own status."""
         if self.generator is None:  # a rank above 0; TorchServe ignores what it answers
             return [""] * len(data)
-        if self._is_async:
+        if self._mode == "async":
             return self._handle_async(data, context)
-        if self._is_continuous:
+        if self._mode == "continuous":
             return self._handle_in_turns(data, context)
-        tickets = [self._open(item, context, index) for index, item in enumerate(data)]
-        for ticket in tickets:
-            ticket.wait()
-        return [ticket.response(context, index) for index, ticket in enumerate(tickets)]
+        replies = [self._open(item, context, index) for index, item in enumerate(data)]
+        return [_write(_wait(reply), context, index) for index, reply in enumerate(replies)]
 
-    def _open(self, item: dict[str, Any], context: Any, index: int) -> Ticket:
-        """Parse one request and start it; an error becomes its response."""
+    def _open(self, item: dict[str, Any], context: Any, index: int) -> Reply | _Answered:
+        """Parse one request and start it; an error becomes its answer."""
         assert self.generator is not None
+        path = _header(context, index, "url_path").strip("/")
         try:
-            parsed = parse_request(item, _content_type(context, index))
-            completions = self.generator.submit_all(parsed.payload.prompts(), parsed.payload.wishes())
-            return Ticket(parsed, completions, None)
+            if path.startswith("v1/models"):
+                return _Answered(Output(body=self._models(path)))
+            call = self._call(path, item, context, index)
+            if call.is_stream and self._mode == "batch":
+                raise InvalidRequestError(
+                    "stream: this model cannot stream, since its model-config.yaml sets neither continuousBatching "
+                    "nor asyncCommunication"
+                )
+            return Reply(self.generator, call)
         except PippyError as error:
-            return Ticket(None, [], error)
+            output = failure(error)
+            return _Answered(Output(body=openai.error_body(error), status=error.status) if path else output)
+
+    def _call(self, path: str, item: dict[str, Any], context: Any, index: int) -> Call:
+        if not path:
+            return parse_request(item, _header(context, index, "content-type")).call()
+        request_id = context.request_ids[index]
+        if path == "v1/completions":
+            call = openai.parse_completion(item, request_id)
+        elif path == "v1/chat/completions":
+            call = openai.parse_chat(item, request_id)
+        else:
+            raise NotFoundError(f"path {path!r} is not here; there are {', '.join(_PATHS)}")
+        openai.check_model(call.model or "", self._model_name)
+        return call
+
+    def _models(self, path: str) -> dict[str, Any]:
+        name = path.removeprefix("v1/models").strip("/")
+        if not name:
+            return openai.models([self._model_name], self._created)
+        openai.check_model(name, self._model_name)
+        return openai.model(name, self._created)
 
     async def _handle_async(self, data: list[dict[str, Any]], context: Any) -> list[Any]:
         loop = asyncio.get_running_loop()
-        finished = asyncio.Event()
-        tickets = [self._open(item, context, index) for index, item in enumerate(data)]
-        for ticket in tickets:
-            ticket.add_waker(lambda: loop.call_soon_threadsafe(finished.set))
-        while not all(ticket.is_done for ticket in tickets):
-            await finished.wait()
-            finished.clear()
-        return finish_async([ticket.response(context, index) for index, ticket in enumerate(tickets)], context)
+        changed = asyncio.Event()
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(changed.set)
+
+        # The frontend sends one request at a time in this mode.
+        replies = [self._open(item, context, index) for index, item in enumerate(data)]
+        answers = [""] * len(data)
+        for index, reply in enumerate(replies):
+            reply.add_waker(wake)
+            while (output := reply.next()) is None or not output.is_last:
+                if output is not None:
+                    send_chunk(_write(output, context, index), context, index)
+                    continue
+                await changed.wait()
+                changed.clear()
+            answers[index] = _write(output, context, index)
+        return finish_async(answers, context, is_stream=[reply.is_stream for reply in replies])
 
     def _handle_in_turns(self, data: list[dict[str, Any]], context: Any) -> list[Any]:
-        """Continuous batching: answer what has finished; the frontend asks again for the rest at once.
+        """Continuous batching: send what there is; the frontend asks again for the rest at once.
 
         Every call brings all open requests, known ones included. A request left out of ``context.request_ids`` stays
-        open at the frontend, so each gets one whole response with its own status. One that was answered already comes
-        again when the frontend is a reply behind, and must not be answered twice.
+        open at the frontend, so a whole answer keeps its own status. One that was answered already comes again when
+        the frontend is a reply behind, and must not be answered twice. One that does not come again is gone.
         """
-        numbers = list(range(len(data)))
-        for index in numbers:
-            request_id = context.request_ids[index]
-            if request_id not in self._tickets and request_id not in self._answered:
-                self._tickets[request_id] = self._open(data[index], context, index)
-                self._tickets[request_id].add_waker(self._wake)
-        tickets = [self._tickets.get(context.request_ids[index]) for index in numbers]
+        names = [context.request_ids[index] for index in range(len(data))]
+        for index, name in enumerate(names):
+            if name not in self._replies and name not in self._answered:
+                self._replies[name] = self._open(data[index], context, index)
+                self._replies[name].add_waker(self._wake)
+        self._drop_gone(set(names))
+        replies = [self._replies.get(name) for name in names]
         with self._changed:
-            self._changed.wait_for(lambda: any(ticket and ticket.is_done for ticket in tickets), timeout=_TURN_S)
+            self._changed.wait_for(lambda: any(reply and reply.has_output for reply in replies), timeout=_TURN_S)
         answers: list[Any] = [""] * len(data)
-        for index, ticket in enumerate(tickets):
-            if ticket is not None and ticket.is_done:
-                answers[index] = ticket.response(context, index)
-                self._answered.append(context.request_ids[index])
-                del self._tickets[context.request_ids[index]]
+        stream_ends: dict[int, Callable[[Any], bool | None]] = {}
+        for index, (name, reply) in enumerate(zip(names, replies, strict=True)):
+            output = reply.next() if reply is not None else None
+            if output is None:
+                del context.request_ids[index]
                 continue
-            if ticket is not None:
-                ticket.seen = time.monotonic()
-            del context.request_ids[index]
-        self._drop_forgotten()
-        context.stopping_criteria = None
+            answers[index] = _write(output, context, index)
+            stream_ends[index] = _stream_end(output)
+            if output.is_last:
+                self._answered.append(name)
+                del self._replies[name]
+        context.stopping_criteria = stream_ends
+        self._last_turn = time.monotonic()
         return answers
 
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
-    def _drop_forgotten(self) -> None:
-        now = time.monotonic()
-        for request_id, ticket in list(self._tickets.items()):
-            if now - ticket.seen > _FORGOTTEN_S and self.generator is not None:
-                self.generator.cancel(ticket.completions)
-                del self._tickets[request_id]
+    def _drop_gone(self, names: set[str]) -> None:
+        """Cancel requests that the frontend has dropped: it found their connection closed."""
+        for name in [name for name in self._replies if name not in names]:
+            logger.info("request %s: the client has gone, it is cancelled", name)
+            self._replies.pop(name).cancel()
+
+    def _watch_frontend(self) -> None:
+        """Cancel what runs when nobody waits: with its last request gone, the frontend makes no further call."""
+        while True:
+            time.sleep(1)
+            if self._replies and time.monotonic() - self._last_turn > _SILENCE_S:
+                self._drop_gone(set())
 
 
-def _content_type(context: Any, index: int) -> str | None:
-    for name in ("Content-Type", "content-type"):
-        value = context.get_request_header(index, name)
+def _wait(reply: Reply | _Answered) -> Output:
+    """Block until a whole answer is there."""
+    changed = threading.Event()
+    reply.add_waker(changed.set)
+    while (output := reply.next()) is None:
+        changed.wait()
+        changed.clear()
+    return output
+
+
+def _write(output: Output, context: Any, index: int) -> Any:
+    """Set status and headers of item ``index`` and return its body."""
+    context.set_response_content_type(index, output.content_type)
+    if output.status != 200:
+        context.set_response_status(output.status, output.reason, index)
+    if output.status in (429, 503):
+        context.set_response_header(index, "Retry-After", "1")
+    return output.body
+
+
+def _stream_end(output: Output) -> Callable[[Any], bool | None]:
+    """Return what TorchServe asks about each item: whether its stream ends here; None for a whole answer."""
+    return lambda _body: output.is_last if output.is_chunk else None
+
+
+def _header(context: Any, index: int, name: str) -> str:
+    for spelling in (name, name.title()):
+        value = context.get_request_header(index, spelling)
         if isinstance(value, str):
             return value
-    return None
-
-
-def _as_json(answer: Answer) -> dict[str, Any]:
-    num_prompt, num_new = len(answer.prompt_token_ids), len(answer.token_ids)
-    return {
-        "text": answer.text,
-        "token_ids": answer.token_ids,
-        "finish_reason": answer.finish_reason.value,
-        "usage": {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_new,
-            "total_tokens": num_prompt + num_new,
-        },
-    }
+    return ""

@@ -13,6 +13,7 @@ TREE = {
     errors.CheckpointError: (errors.LoadError, 500, "bad_checkpoint"),
     errors.UnsupportedModelError: (errors.LoadError, 500, "unsupported_model"),
     errors.InvalidRequestError: (errors.PippyError, 400, "invalid_request"),
+    errors.NotFoundError: (errors.PippyError, 404, "not_found"),
     errors.OverloadedError: (errors.PippyError, 429, "overloaded"),
     errors.PipelineError: (errors.PippyError, 503, "pipeline_failed"),
     errors.RankLostError: (errors.PipelineError, 503, "pipeline_failed"),

@@ -183,10 +183,10 @@ def test_without_a_tokenizer_there_is_no_text() -> None:
 def test_callbacks_are_called_once_before_and_after_the_end() -> None:
     calls: list[str] = []
     ended = completion()
-    ended.add_done_callback(lambda: calls.append("early"))
+    ended.add_callback(lambda: calls.append("early"))
     feed(ended, b"a", None)
     assert calls == []
     feed(ended, b"b", FinishReason.LENGTH)
-    ended.add_done_callback(lambda: calls.append("late"))
+    ended.add_callback(lambda: calls.append("late"))
     ended.take(TokenEvent(token_id=1, finish_reason=FinishReason.LENGTH))
     assert calls == ["early", "late"]

@@ -8,7 +8,7 @@ import pytest
 
 from tests.models import BOS_ID, EOS_ID, byte_tokenizer
 from ts_pippy_handler.errors import CheckpointError, InvalidRequestError
-from ts_pippy_handler.text import StopChecker, Tokenizer
+from ts_pippy_handler.text import TextStream, Tokenizer
 
 EMOJI = "a🎉é世b"
 
@@ -79,10 +79,11 @@ def test_a_damaged_tokenizer_is_named(model_dir: Path) -> None:
         Tokenizer.load(str(model_dir))
 
 
-def feed(checker: StopChecker, text: str) -> int | None:
-    """Return after how many tokens the checker says stop."""
+def feed(stream: TextStream, text: str) -> int | None:
+    """Return after how many tokens a stop string is complete."""
     for count, byte in enumerate(text.encode(), 1):
-        if checker.add(byte):
+        stream.add(byte)
+        if stream.is_stopped:
             return count
     return None
 
@@ -95,19 +96,62 @@ def feed(checker: StopChecker, text: str) -> int | None:
         (("b", "ab"), "xxab", 4, "xx"),
         (("🎉",), "a🎉b", 5, "a"),
         (("é世",), EMOJI, 10, "a🎉"),
-        (("nowhere",), "the end", None, None),
-        ((), "the end", None, None),
+        (("nowhere",), "the end", None, "the end"),
+        ((), "the end", None, "the end"),
     ],
 )
-def test_stop_strings(tokenizer: Tokenizer, stop: tuple[str, ...], text: str, at: int | None, left: str | None) -> None:
-    checker = StopChecker(tokenizer, stop)
-    assert feed(checker, text) == at
-    assert checker.cut(text) == left
+def test_stop_strings(tokenizer: Tokenizer, stop: tuple[str, ...], text: str, at: int | None, left: str) -> None:
+    stream = TextStream(tokenizer, stop)
+    assert feed(stream, text) == at
+    assert stream.whole() == left
 
 
 def test_the_replacement_of_half_an_emoji_is_no_stop(tokenizer: Tokenizer) -> None:
-    assert feed(StopChecker(tokenizer, ("!",)), "🎉🎉!") == 9
+    assert feed(TextStream(tokenizer, ("!",)), "🎉🎉!") == 9
 
 
-def test_without_a_tokenizer_nothing_stops() -> None:
-    assert feed(StopChecker(None, ("a",)), "aaa") is None
+def test_no_piece_ends_in_half_a_character(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer)
+    pieces = []
+    for byte in "é漢👩‍👩‍👧x".encode():
+        stream.add(byte)
+        pieces.append(stream.take())
+    assert "".join(pieces) == "é漢👩‍👩‍👧x"
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert stream.finish() == ""
+
+
+def test_an_unfinished_character_comes_out_once_at_the_end(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer)
+    for byte in b"ab" + "🎉".encode()[:2]:
+        stream.add(byte)
+    assert stream.take() == "ab"
+    assert stream.finish() == "\ufffd"
+    assert stream.finish() == ""
+
+
+def test_what_may_begin_a_stop_string_waits(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer, ("END", "NOW"))
+    pieces = []
+    for byte in b"aENxEENDz":
+        stream.add(byte)
+        pieces.append(stream.take())
+    assert pieces == ["a", "", "", "ENx", "", "E", "", "", ""]
+    assert stream.is_stopped
+    assert stream.finish() == ""
+    assert stream.whole() == "aENxE"
+
+
+def test_what_might_have_begun_a_stop_string_is_released_at_the_end(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer, ("END",))
+    for byte in b"EN":
+        stream.add(byte)
+    assert stream.take() == ""
+    assert stream.finish() == "EN"
+
+
+def test_special_tokens_in_between(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer)
+    for token in [*b"a", EOS_ID, EOS_ID, *b"b", EOS_ID, *"é".encode()]:
+        stream.add(token)
+    assert stream.take() == "abé"

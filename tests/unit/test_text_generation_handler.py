@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ PLAIN = {"body": b"abc"}
 @pytest.fixture(autouse=True)
 def answers_stay_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asynchronous answers go out over TorchServe's socket, which the end-to-end tests have."""
-    monkeypatch.setattr("ts_pippy_handler.text_generation_handler.finish_async", lambda answers, ctx: answers)
+    monkeypatch.setattr("ts_pippy_handler.text_generation_handler.finish_async", lambda answers, ctx, **_: answers)
 
 
 class Answering(FakeEngine):
@@ -47,7 +48,8 @@ def make(model_dir: Path, engine: FakeEngine, mode: str = "batch") -> TextGenera
     config = HandlerConfig(model_path=str(model_dir), max_new_tokens=4)
     handler.generator = Generator(engine, Tokenizer(byte_tokenizer()), config)  # type: ignore[arg-type]
     handler._is_async = mode == "async"
-    handler._is_continuous = mode == "continuous"
+    handler._mode = mode
+    handler._model_name = "fake"
     return handler
 
 
@@ -175,19 +177,29 @@ class Frontend:
         self.handler = handler
         self.open: dict[str, dict[str, Any]] = {}
         self.answers: dict[str, Any] = {}
+        self.streams: dict[str, list[str]] = {}
+        self.paths: dict[str, str] = {}
         self.context: FakeContext | None = None
 
     def turn(self) -> list[str]:
         """Call once; return the requests that were answered."""
         names = list(self.open)
         self.context = FakeContext({}, names)
+        self.context.request_headers = {
+            index: {"url_path": self.paths.get(name, "")} for index, name in enumerate(names)
+        }
         answers = self.handler.handle(list(self.open.values()), self.context)
         assert len(answers) == len(names)
-        assert self.context.stopping_criteria is None
-        done = [names[index] for index in self.context.request_ids]
+        done = []
         for index in self.context.request_ids:
-            self.answers[names[index]] = answers[index]
-            del self.open[names[index]]
+            end = self.context.stopping_criteria[index](answers[index])  # type: ignore[index]
+            if end is None:
+                self.answers[names[index]] = answers[index]
+            else:
+                self.streams.setdefault(names[index], []).append(answers[index])
+            if end is None or end:
+                del self.open[names[index]]
+                done.append(names[index])
         return done
 
 
@@ -209,7 +221,7 @@ def test_continuous_batching_answers_what_has_finished(model_dir: Path, monkeypa
     assert frontend.turn() == ["a", "d"]
     assert frontend.answers["a"] == frontend.answers["d"] == body("ab", 3)
     assert frontend.answers["b"] == body("abc", 4)["text"]
-    assert frontend.handler._tickets == {}
+    assert frontend.handler._replies == {}
 
 
 def test_a_request_is_answered_once_though_the_frontend_is_a_reply_behind(
@@ -244,22 +256,58 @@ def test_a_turn_ends_as_soon_as_something_finishes(model_dir: Path, monkeypatch:
     assert answered == [["a"]]
 
 
-def test_requests_that_the_frontend_forgot_are_cancelled(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_the_frontend_dropped_is_cancelled(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_generation_handler, "_TURN_S", 0.001)
     engine = FakeEngine()
     frontend = Frontend(make(model_dir, engine, "continuous"))
     frontend.open = {"gone": GOOD, "kept": GOOD}
     frontend.turn()
     del frontend.open["gone"]
-    monkeypatch.setattr(text_generation_handler, "_FORGOTTEN_S", -1.0)
-    frontend.handler._tickets["kept"].seen = float("inf")
-    monkeypatch.setattr(text_generation_handler.time, "monotonic", lambda: 1e12)
-    monkeypatch.setattr(text_generation_handler, "_FORGOTTEN_S", 60.0)
     frontend.turn()
     assert engine.aborted == [0]
-    assert list(frontend.handler._tickets) == ["kept"]
+    assert list(frontend.handler._replies) == ["kept"]
     engine.answer_all()
     assert frontend.turn() == ["kept"]
+
+
+def test_when_the_frontend_falls_silent_nobody_waits(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_generation_handler, "_TURN_S", 0.001)
+    monkeypatch.setattr(text_generation_handler, "_SILENCE_S", 0.05)
+    engine = FakeEngine()
+    handler = make(model_dir, engine, "continuous")
+    frontend = Frontend(handler)
+    frontend.open = {"gone": GOOD}
+    frontend.turn()
+    threading.Thread(target=handler._watch_frontend, daemon=True).start()
+    deadline = time.monotonic() + 20
+    while not engine.aborted and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert engine.aborted == [0]
+
+
+def test_a_stream_arrives_in_pieces(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_generation_handler, "_TURN_S", 0.001)
+    engine = FakeEngine()
+    frontend = Frontend(make(model_dir, engine, "continuous"))
+    frontend.open = {"a": {"body": {"prompt": "ab", "max_new_tokens": 3, "stream": True}}, "b": GOOD}
+    assert frontend.turn() == []
+    engine.answer_all()
+    assert frontend.turn() == ["b"], "headers go with a first piece that is not the last"
+    assert frontend.turn() == ["a"]
+    lines = [json.loads(line) for line in "".join(frontend.streams["a"]).splitlines()]
+    whole = body("ab", 3)
+    assert len(frontend.streams["a"]) == 2
+    assert "".join(line.get("text", "") for line in lines) == whole["text"]
+    assert [each for line in lines for each in line.get("token_ids", [])] == whole["token_ids"]
+    assert [line["finish_reason"] for line in lines if "finish_reason" in line] == ["length"]
+    assert lines[-1] == {"usage": whole["usage"]}
+
+
+def test_a_batch_cannot_stream(model_dir: Path) -> None:
+    ctx = context(1)
+    [answer] = call(make(model_dir, Answering()), [{"body": {"prompt": "ab", "stream": True}}], ctx)
+    assert ctx.statuses == {0: (400, "Bad Request")}
+    assert answer["error"]["message"].startswith("stream: this model cannot stream")
 
 
 def test_ranks_above_0_answer_nothing() -> None:

@@ -1,0 +1,243 @@
+"""OpenAI's paths: shapes, streams, refusals; the real client is in the end-to-end tests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ts", reason="TorchServe is not installed")
+
+from tests.models import byte_tokenizer
+from tests.unit.fakes import FakeContext, FakeEngine, continuation
+from tests.unit.test_text_generation_handler import Answering, Frontend, call, make
+from ts_pippy_handler import text_generation_handler
+from ts_pippy_handler.errors import OverloadedError, PipelineError, PippyError
+from ts_pippy_handler.request import SamplingParams
+
+COMPLETION = {"model": "fake", "prompt": "ab", "max_tokens": 3, "temperature": 0}
+CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "temperature": 0}
+
+
+def ask(model_dir: Path, path: str, body: Any, engine: FakeEngine | None = None) -> tuple[int, Any, FakeContext]:
+    """Send one request to a path; return status, body and context."""
+    ctx = FakeContext({}, ["request-0"])
+    ctx.request_headers[0] = {"url_path": path}
+    data = {} if body is None else {"body": body}
+    [answer] = call(make(model_dir, engine or Answering()), [data], ctx)
+    return ctx.statuses.get(0, (200, ""))[0], answer, ctx
+
+
+def new_text(prompt: str, num: int) -> str:
+    tokens, _ = continuation(list(prompt.encode()), SamplingParams(max_new_tokens=num), eos=())
+    return byte_tokenizer().decode(tokens)
+
+
+def refusal(model_dir: Path, path: str, body: Any) -> str:
+    status, answer, _ = ask(model_dir, path, body)
+    assert status == 400
+    assert answer["error"]["type"] == "invalid_request_error"
+    return str(answer["error"]["message"])
+
+
+def test_a_completion(model_dir: Path) -> None:
+    status, answer, ctx = ask(model_dir, "v1/completions", COMPLETION)
+    assert status == 200
+    assert ctx.content_types[0] == "application/json"
+    created = answer.pop("created")
+    assert isinstance(created, int)
+    assert answer == {
+        "id": "cmpl-request-0",
+        "object": "text_completion",
+        "model": "fake",
+        "choices": [{"index": 0, "text": new_text("ab", 3), "logprobs": None, "finish_reason": "length"}],
+        "usage": {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5},
+    }
+
+
+def test_a_chat(model_dir: Path) -> None:
+    status, answer, _ = ask(model_dir, "v1/chat/completions", CHAT)
+    assert status == 200
+    prompt = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert answer["object"] == "chat.completion"
+    assert answer["id"].startswith("chatcmpl-")
+    [choice] = answer["choices"]
+    assert choice["message"]["role"] == "assistant"
+    assert choice["finish_reason"] == "length"
+    num_prompt = len(byte_tokenizer()(prompt)["input_ids"])
+    assert answer["usage"] == {"prompt_tokens": num_prompt, "completion_tokens": 3, "total_tokens": num_prompt + 3}
+
+
+def test_content_in_parts_is_joined(model_dir: Path) -> None:
+    parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
+    whole = ask(model_dir, "v1/chat/completions", CHAT)[1]
+    joined = ask(model_dir, "v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": parts}]})[1]
+    assert joined["choices"] == whole["choices"]
+
+
+def test_several_prompts_and_choices(model_dir: Path) -> None:
+    status, answer, _ = ask(model_dir, "v1/completions", COMPLETION | {"prompt": ["ab", "abc"], "n": 2})
+    assert status == 200
+    texts = [(choice["index"], choice["text"]) for choice in answer["choices"]]
+    assert texts == [(0, new_text("ab", 3)), (1, new_text("ab", 3)), (2, new_text("abc", 3)), (3, new_text("abc", 3))]
+    assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 12, "total_tokens": 17}
+
+
+@pytest.mark.parametrize("prompt", [[97, 98], [[97, 98]]])
+def test_prompts_as_token_ids(model_dir: Path, prompt: Any) -> None:
+    _, answer, _ = ask(model_dir, "v1/completions", COMPLETION | {"prompt": prompt, "echo": True})
+    assert answer["choices"][0]["text"] == "ab" + new_text("ab", 3)
+
+
+def test_choices_have_seeds_of_their_own(model_dir: Path) -> None:
+    engine = Answering()
+    ask(model_dir, "v1/completions", COMPLETION | {"n": 3, "seed": 7, "temperature": 1}, engine)
+    assert [params.seed for _, params in engine.submitted] == [7, 8, 9]
+
+
+def test_defaults_are_openais(model_dir: Path) -> None:
+    engine = Answering()
+    ask(model_dir, "v1/completions", {"model": "fake", "prompt": "ab"}, engine)
+    [(_, params)] = engine.submitted
+    assert params.temperature == 1.0
+    assert params.max_new_tokens == 16
+
+
+def test_the_models(model_dir: Path) -> None:
+    status, answer, _ = ask(model_dir, "v1/models", None)
+    assert status == 200
+    assert [each["id"] for each in answer["data"]] == ["fake"]
+    assert ask(model_dir, "v1/models/fake", None)[1]["object"] == "model"
+    assert ask(model_dir, "v1/models/other", None)[0] == 404
+
+
+def test_another_model_or_path_is_not_found(model_dir: Path) -> None:
+    status, answer, _ = ask(model_dir, "v1/completions", COMPLETION | {"model": "gpt-4"})
+    assert status == 404
+    assert answer["error"]["message"] == "model: 'gpt-4' is not served here, only 'fake' is"
+    status, answer, _ = ask(model_dir, "v1/embeddings", COMPLETION)
+    assert status == 404
+    assert "v1/chat/completions" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"suffix": "x"}, "suffix: text after the continuation is not supported, got 'x'; leave it out"),
+        ({"response_format": {"type": "json_object"}}, "response_format: constrained output is not supported"),
+        ({"best_of": 3}, "best_of: must be left out or equal to n (1), got 3"),
+        ({"tempreature": 1}, "tempreature: unknown key (value 1); did you mean 'temperature'?"),
+        ({"max_tokens": 0}, "max_tokens: must be a whole number, at least 1, got 0"),
+        ({"max_tokens": "5"}, "max_tokens: must be a whole number, at least 1, got '5'"),
+        ({"prompt": ""}, "prompt: must be a text, a list of token ids"),
+        ({"prompt": []}, "prompt: must be a text, a list of token ids"),
+        ({"n": 0}, "n: must be a whole number"),
+        ({"stream_options": {"include_usage": True}}, "stream_options: needs 'stream': true"),
+        ({"store": True}, "store: nothing is stored here"),
+        ({"temperature": -1}, "temperature: must be a number, at least 0"),
+    ],
+)
+def test_refusals(model_dir: Path, change: dict[str, Any], message: str) -> None:
+    assert refusal(model_dir, "v1/completions", COMPLETION | change).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"messages": []}, "messages: must be a list of at least one"),
+        ({"messages": "Hi"}, "messages: must be a list of at least one"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages: content parts must be"),
+        ({"max_completion_tokens": 4}, "max_tokens and max_completion_tokens are the same"),
+        ({"tool_choice": "required"}, "tool_choice: must be 'auto' or 'none', got 'required'"),
+        ({"functions": []}, "functions: function calling"),
+    ],
+)
+def test_refusals_of_chats(model_dir: Path, change: dict[str, Any], message: str) -> None:
+    assert refusal(model_dir, "v1/chat/completions", CHAT | change).startswith(message)
+
+
+@pytest.mark.parametrize("body", [b"{", b"\xff", [], None, b""])
+def test_bodies_that_are_no_object(model_dir: Path, body: Any) -> None:
+    assert refusal(model_dir, "v1/completions", body)
+
+
+def test_harmless_parameters_pass(model_dir: Path) -> None:
+    body = CHAT | {"response_format": {"type": "text"}, "user": "me", "metadata": {"a": "b"}, "store": False}
+    assert ask(model_dir, "v1/chat/completions", body)[0] == 200
+
+
+@pytest.mark.parametrize(("error", "status"), [(OverloadedError("full"), 429), (PipelineError("gone"), 503)])
+def test_statuses(model_dir: Path, error: PippyError, status: int) -> None:
+    engine = FakeEngine()
+    engine.refusal = error
+    got, answer, ctx = ask(model_dir, "v1/completions", COMPLETION, engine)
+    assert got == status
+    assert answer["error"]["message"] == str(error)
+    assert ctx.headers[0]["Retry-After"] == "1"
+
+
+def events(frontend: Frontend, name: str) -> list[Any]:
+    """Return the events of a stream, parsed; the end mark as a text."""
+    text = "".join(frontend.streams[name])
+    assert text.endswith("\n\n")
+    payloads = [block.removeprefix("data: ") for block in text.removesuffix("\n\n").split("\n\n")]
+    return [payload if payload == "[DONE]" else json.loads(payload) for payload in payloads]
+
+
+@pytest.fixture
+def stream(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run one streamed request; return its events."""
+
+    def run(path: str, body: dict[str, Any], engine: FakeEngine | None = None) -> list[Any]:
+        monkeypatch.setattr(text_generation_handler, "_TURN_S", 0.001)
+        frontend = Frontend(make(model_dir, engine or Answering(), "continuous"))
+        frontend.paths["a"] = path
+        frontend.open["a"] = {"body": body | {"stream": True}}
+        for _ in range(20):
+            frontend.turn()
+        assert not frontend.open
+        return events(frontend, "a")
+
+    return run
+
+
+def test_a_streamed_completion(stream: Any) -> None:
+    got = stream("v1/completions", COMPLETION)
+    assert got[-1] == "[DONE]"
+    assert "".join(choice["text"] for event in got[:-1] for choice in event["choices"]) == new_text("ab", 3)
+    assert [event["choices"][0]["finish_reason"] for event in got[:-1]][-1] == "length"
+    assert all("usage" not in event for event in got[:-1])
+    assert len({event["id"] for event in got[:-1]}) == 1
+
+
+def test_a_streamed_chat_begins_with_its_role_and_ends_with_its_usage(stream: Any) -> None:
+    got = stream("v1/chat/completions", CHAT | {"n": 2, "stream_options": {"include_usage": True}})
+    assert [event["choices"][0]["delta"] for event in got[:2]] == [{"role": "assistant", "content": ""}] * 2
+    assert [event["choices"][0]["index"] for event in got[:2]] == [0, 1]
+    assert got[-1] == "[DONE]"
+    assert got[-2]["choices"] == []
+    assert got[-2]["usage"]["completion_tokens"] == 6
+    assert all(event["usage"] is None for event in got[:-2])
+    for number in range(2):
+        parts = [choice for event in got[:-1] for choice in event["choices"] if choice["index"] == number]
+        assert [part["finish_reason"] for part in parts if part["finish_reason"]] == ["length"]
+
+
+def test_a_stream_repeats_the_prompt_once(stream: Any) -> None:
+    got = stream("v1/completions", COMPLETION | {"echo": True, "n": 2})
+    for number in range(2):
+        texts = [c["text"] for event in got[:-1] for c in event["choices"] if c["index"] == number]
+        assert "".join(texts) == "ab" + new_text("ab", 3)
+
+
+def test_a_refused_stream_is_a_plain_error(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_generation_handler, "_TURN_S", 0.001)
+    frontend = Frontend(make(model_dir, Answering(), "continuous"))
+    frontend.paths["a"] = "v1/completions"
+    frontend.open["a"] = {"body": COMPLETION | {"stream": True, "max_tokens": 0}}
+    assert frontend.turn() == ["a"]
+    assert frontend.answers["a"]["error"]["type"] == "invalid_request_error"
+    assert frontend.context is not None
+    assert frontend.context.statuses == {0: (400, "Bad Request")}

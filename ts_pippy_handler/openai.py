@@ -1,0 +1,364 @@
+"""OpenAI's wire shapes: their requests become calls, our answers become their objects and server-sent events.
+
+Under TorchServe the paths are ``/predictions/MODEL/VERSION/v1/...``. A parameter that would not be honoured is
+refused by name, never ignored. Knows no engine and no TorchServe.
+
+Source of the shapes: OpenAI's API reference, "Completions", "Chat" and "Models".
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ts_pippy_handler.config import Float, Int
+from ts_pippy_handler.errors import InvalidRequestError, NotFoundError, PippyError
+from ts_pippy_handler.generator import Answer, Completion, Progress, Prompt, Wishes
+from ts_pippy_handler.payload import Text, TokenIds, read_json
+from ts_pippy_handler.replies import JSON, Call, usage
+from ts_pippy_handler.validation import describe_errors, show
+
+_MAX_CHOICES = 32
+_MAX_PROMPTS = 256
+_MAX_STOPS = 16
+_MAX_TOOLS = 128
+
+_UNSUPPORTED = {
+    "suffix": "text after the continuation",
+    "functions": "function calling (tools are passed to the chat template)",
+    "function_call": "function calling (tools are passed to the chat template)",
+    "response_format": "constrained output",
+    "audio": "audio",
+    "modalities": "other modalities than text",
+    "prediction": "predicted outputs",
+    "reasoning_effort": "reasoning effort",
+    "web_search_options": "web search",
+}
+"""Parameters of OpenAI's that clients send and that would change the answer."""
+_HARMLESS_VALUES: dict[str, Any] = {"response_format": {"type": "text"}, "modalities": ["text"]}
+
+
+class _Options(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool = False
+
+
+class _Request(BaseModel):
+    """What completions and chats have in common."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: Text
+    temperature: Float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
+    top_p: Float | None = Field(None, gt=0, le=1)
+    n: Int | None = Field(None, ge=1, le=_MAX_CHOICES)
+    stop: Text | Annotated[list[Text], Field(max_length=_MAX_STOPS)] | None = Field(
+        None, description=f"a text that is not empty, or a list of at most {_MAX_STOPS} of them"
+    )
+    seed: Int | None = Field(None, ge=0, lt=2**63)
+    stream: bool | None = None
+    stream_options: _Options | None = Field(None, description="an object with 'include_usage': true or false")
+    user: str | None = None
+    """Who asks. For the server's owner only; does not change the answer."""
+    metadata: dict[str, str] | None = Field(None, description="an object of texts")
+    """As ``user``."""
+    store: bool | None = Field(None, description="false, since nothing is stored")
+    # Beyond OpenAI's, named as other servers of this kind name them.
+    top_k: Int | None = Field(None, ge=0, lt=2**31)
+    ignore_eos: bool = False
+
+    def wishes(self, max_new_tokens: int | None) -> Wishes:
+        """Return how to continue."""
+        return Wishes(
+            max_new_tokens=max_new_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            seed=self.seed,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            ignore_eos=self.ignore_eos,
+        )
+
+
+_Shape = TypeVar("_Shape", bound=_Request)
+
+
+class CompletionRequest(_Request):
+    """``POST v1/completions``."""
+
+    prompt: (
+        Text
+        | TokenIds
+        | Annotated[list[Text], Field(min_length=1, max_length=_MAX_PROMPTS)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=_MAX_PROMPTS)]
+    ) = Field(description=f"a text, a list of token ids, or a list of 1 to {_MAX_PROMPTS} of either; not empty")
+    max_tokens: Int | None = Field(None, ge=1)
+    echo: bool | None = None
+    """Whether the text starts with the prompt."""
+    best_of: Int | None = Field(None, ge=1, description="left out, or equal to n")
+
+    def prompts(self) -> list[Prompt]:
+        """Return what to continue."""
+        given: Any = self.prompt
+        if isinstance(given, str):
+            return [Prompt(text=given)]
+        if isinstance(given[0], int):
+            return [Prompt(token_ids=given)]
+        return [Prompt(text=each) if isinstance(each, str) else Prompt(token_ids=each) for each in given]
+
+
+class ChatMessage(BaseModel):
+    """One turn; further keys are the chat template's business."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: Text
+    content: str | list[dict[str, Any]] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the turn with its content as one text, as chat templates expect it.
+
+        Raises:
+            InvalidRequestError: If a part of the content is no text.
+        """
+        turn = self.model_dump(exclude_unset=True)
+        if isinstance(self.content, list):
+            for part in self.content:
+                if part.get("type") != "text" or not isinstance(part.get("text"), str):
+                    raise InvalidRequestError(
+                        f"messages: content parts must be {{'type': 'text', 'text': …}}, got {show(part)}"
+                    )
+            turn["content"] = "".join(part["text"] for part in self.content)
+        return turn
+
+
+class ChatRequest(_Request):
+    """``POST v1/chat/completions``."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] = Field(
+        description="a list of at least one {'role': text, 'content': text}"
+    )
+    max_tokens: Int | None = Field(None, ge=1)
+    max_completion_tokens: Int | None = Field(None, ge=1)
+    """The newer name of ``max_tokens``."""
+    tools: Annotated[list[dict[str, Any]], Field(max_length=_MAX_TOOLS)] | None = Field(
+        None, description=f"a list of at most {_MAX_TOOLS} objects"
+    )
+    """Passed to the chat template; calls come back as text."""
+    tool_choice: str | None = Field(None, description="'auto' or 'none'")
+    parallel_tool_calls: bool | None = None
+
+    def prompts(self) -> list[Prompt]:
+        """Return what to continue."""
+        tools = None if self.tool_choice == "none" else self.tools
+        return [Prompt(messages=[message.for_template() for message in self.messages], tools=tools)]
+
+
+def parse_completion(body: Mapping[str, Any], request_id: str) -> Call:
+    """Check the body of ``v1/completions``.
+
+    Raises:
+        InvalidRequestError: Naming each parameter that is wrong or would not be honoured.
+    """
+    request = _validate(CompletionRequest, body)
+    choices = request.n or 1
+    if request.best_of is not None and request.best_of != choices:
+        raise InvalidRequestError(f"best_of: must be left out or equal to n ({choices}), got {request.best_of}")
+    form = CompletionFormat(request_id, request, choices, with_prompt=bool(request.echo))
+    return _call(request, request.prompts(), request.wishes(request.max_tokens or 16), form)
+
+
+def parse_chat(body: Mapping[str, Any], request_id: str) -> Call:
+    """Check the body of ``v1/chat/completions``.
+
+    Raises:
+        InvalidRequestError: Naming each parameter that is wrong or would not be honoured.
+    """
+    request = _validate(ChatRequest, body)
+    if request.tool_choice not in (None, "auto", "none"):
+        raise InvalidRequestError(f"tool_choice: must be 'auto' or 'none', got {show(request.tool_choice)}")
+    if None not in (request.max_tokens, request.max_completion_tokens):
+        raise InvalidRequestError("max_tokens and max_completion_tokens are the same; send one of them")
+    form = ChatFormat(request_id, request, request.n or 1)
+    return _call(request, request.prompts(), request.wishes(request.max_completion_tokens or request.max_tokens), form)
+
+
+def models(names: Sequence[str], created: int) -> dict[str, Any]:
+    """Return the body of ``v1/models``."""
+    return {"object": "list", "data": [model(name, created) for name in names]}
+
+
+def model(name: str, created: int) -> dict[str, Any]:
+    """Return the body of ``v1/models/NAME``."""
+    return {"id": name, "object": "model", "created": created, "owned_by": "ts_pippy_handler"}
+
+
+def check_model(asked: str, served: str) -> None:
+    """Check the model a client asks for.
+
+    Raises:
+        NotFoundError: If it is another one than this handler serves.
+    """
+    if asked != served:
+        raise NotFoundError(f"model: {show(asked)} is not served here, only {served!r} is")
+
+
+def error_body(error: PippyError) -> dict[str, Any]:
+    """Return an error as OpenAI's clients read it."""
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    return {"error": {"message": str(error), "type": kind, "code": error.code, "param": None}}
+
+
+def _validate(shape: type[_Shape], body: Mapping[str, Any]) -> _Shape:
+    fields = read_json(body)
+    if not isinstance(fields, Mapping):
+        raise InvalidRequestError(f"the body must be a JSON object, got {show(fields)}")
+    given = {str(name): value for name, value in fields.items()}
+    for name, meaning in _UNSUPPORTED.items():
+        value = given.pop(name, None)
+        if value is not None and value != _HARMLESS_VALUES.get(name):
+            raise InvalidRequestError(f"{name}: {meaning} is not supported, got {show(value)}; leave it out")
+    try:
+        request = shape.model_validate(given)
+    except ValidationError as error:
+        raise InvalidRequestError(describe_errors(error, shape, given)) from None
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequestError("stream_options: needs 'stream': true")
+    if request.store:
+        raise InvalidRequestError("store: nothing is stored here; leave it out")
+    return request
+
+
+def _call(request: _Request, prompts: list[Prompt], wishes: Wishes, form: _Format) -> Call:
+    return Call(
+        prompts=prompts,
+        wishes=wishes,
+        format=form,
+        model=request.model,
+        num_choices=request.n or 1,
+        is_stream=bool(request.stream),
+    )
+
+
+class _Format:
+    """Writes answers as one kind of OpenAI object."""
+
+    stream_content_type = "text/event-stream; charset=utf-8"
+    whole_object: str
+    chunk_object: str
+    id_prefix: str
+
+    def __init__(self, request_id: str, request: _Request, num_choices: int) -> None:
+        self.model = request.model
+        self._num_choices = num_choices
+        self._with_usage = request.stream_options is not None and request.stream_options.include_usage
+        self._frame = {"id": f"{self.id_prefix}-{request_id}", "created": int(time.time()), "model": request.model}
+
+    def whole(self, answers: Sequence[Answer]) -> tuple[Any, str]:
+        """Return the finished object."""
+        choices = [self.choice(number, answer) for number, answer in enumerate(answers)]
+        body = {"object": self.whole_object, "choices": choices, "usage": usage(answers, self._num_choices)}
+        return self._frame | body, JSON
+
+    def first(self, completions: Sequence[Completion]) -> str:  # noqa: ARG002 - others need them
+        """Return nothing; chats begin with the role."""
+        return ""
+
+    def piece(self, choice: int, progress: Progress) -> str:
+        """Return an event with the new text of a choice."""
+        reason = None if progress.finish_reason is None else progress.finish_reason.value
+        if not progress.text and not progress.token_ids and reason is None:
+            return ""
+        return self.event([self.part(choice, progress, reason)])
+
+    def last(self, completions: Sequence[Completion]) -> str:
+        """Return the usage, if it was asked for, and the end mark."""
+        counted = self.event([], usage(completions, self._num_choices)) if self._with_usage else ""
+        return counted + _DONE
+
+    def error(self, error: PippyError) -> dict[str, Any]:
+        """Return the error as OpenAI's clients read it."""
+        return error_body(error)
+
+    def streamed_error(self, error: PippyError) -> str:
+        """Return the error as an event, and the end mark."""
+        return _event(error_body(error)) + _DONE
+
+    def event(self, choices: list[dict[str, Any]], counts: dict[str, int] | None = None) -> str:
+        """Return one server-sent event."""
+        body: dict[str, Any] = self._frame | {"object": self.chunk_object, "choices": choices}
+        return _event(body | ({"usage": counts} if self._with_usage else {}))
+
+    def choice(self, number: int, answer: Answer) -> dict[str, Any]:
+        """Return one entry of ``choices`` of a finished object."""
+        raise NotImplementedError
+
+    def part(self, number: int, progress: Progress, reason: str | None) -> dict[str, Any]:
+        """Return one entry of ``choices`` of a chunk."""
+        raise NotImplementedError
+
+
+class CompletionFormat(_Format):
+    """``text_completion`` objects."""
+
+    whole_object = chunk_object = "text_completion"
+    id_prefix = "cmpl"
+
+    def __init__(self, request_id: str, request: _Request, num_choices: int, *, with_prompt: bool) -> None:
+        super().__init__(request_id, request, num_choices)
+        self._with_prompt = with_prompt
+
+    def first(self, completions: Sequence[Completion]) -> str:
+        """Return an event with the prompt of each choice, if it shall be repeated."""
+        if not self._with_prompt:
+            return ""
+        parts = (_completion(number, each.prompt_text, None) for number, each in enumerate(completions))
+        return "".join(self.event([part]) for part in parts)
+
+    def choice(self, number: int, answer: Answer) -> dict[str, Any]:
+        """Return one entry of ``choices``."""
+        prompt = answer.prompt_text if self._with_prompt else ""
+        return _completion(number, prompt + (answer.text or ""), answer.finish_reason.value)
+
+    def part(self, number: int, progress: Progress, reason: str | None) -> dict[str, Any]:
+        """Return one entry of ``choices``."""
+        return _completion(number, progress.text, reason)
+
+
+class ChatFormat(_Format):
+    """``chat.completion`` objects."""
+
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    id_prefix = "chatcmpl"
+
+    def first(self, completions: Sequence[Completion]) -> str:
+        """Return an event for each choice that says who speaks."""
+        start = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return "".join(self.event([{"index": number} | start]) for number in range(len(completions)))
+
+    def choice(self, number: int, answer: Answer) -> dict[str, Any]:
+        """Return one entry of ``choices``."""
+        message = {"role": "assistant", "content": answer.text}
+        return {"index": number, "message": message, "logprobs": None, "finish_reason": answer.finish_reason.value}
+
+    def part(self, number: int, progress: Progress, reason: str | None) -> dict[str, Any]:
+        """Return one entry of ``choices``."""
+        delta = {"content": progress.text} if progress.text or reason is None else {}
+        return {"index": number, "delta": delta, "logprobs": None, "finish_reason": reason}
+
+
+def _completion(number: int, text: str, reason: str | None) -> dict[str, Any]:
+    return {"index": number, "text": text, "logprobs": None, "finish_reason": reason}
+
+
+_DONE = "data: [DONE]\n\n"
+
+
+def _event(body: Any) -> str:
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
