@@ -9,9 +9,11 @@ are delivered by callback on the engine's thread. Knows no text, no HTTP, no Tor
 from __future__ import annotations
 
 import contextlib
+import heapq
 import itertools
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
@@ -56,6 +58,7 @@ class Engine:
         self._callbacks: dict[int, OnEvent] = {}
         self._logits: dict[int, list[torch.Tensor]] = {}
         self._numbers = itertools.count()
+        self._deadlines: list[tuple[float, int]] = []
         self._in_flight: deque[tuple[Step, torch.Tensor | None]] = deque()
         self._survived: dict[int, int] = {}
         self._lost: PipelineError | None = None
@@ -99,8 +102,21 @@ class Engine:
         with self._wake:
             yield
 
-    def submit(self, prompt_token_ids: Sequence[int], params: SamplingParams, on_event: OnEvent) -> int:
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        on_event: OnEvent,
+        *,
+        timeout_s: float | None = None,
+    ) -> int:
         """Accept a request; its events arrive through ``on_event``, the last one with a finish reason.
+
+        Args:
+            prompt_token_ids: What to continue.
+            params: How.
+            on_event: Called on the engine's thread.
+            timeout_s: Seconds after which the request is aborted, wherever it is.
 
         Returns:
             The request's number, for :meth:`abort`.
@@ -117,6 +133,8 @@ class Engine:
                 raise PipelineError("the model is being unloaded")
             self.check(prompt_token_ids, params)
             number = next(self._numbers)
+            if timeout_s is not None:
+                heapq.heappush(self._deadlines, (time.monotonic() + timeout_s, number))
             self._callbacks[number] = on_event
             self._incoming.append(lambda: self.scheduler.add(number, prompt_token_ids, params))
             self._wake.notify()
@@ -171,11 +189,22 @@ class Engine:
         with self._wake:
             while wait and not (self._incoming or self._closing or self._lost or self._has_work()):
                 self._wake.wait()
+            late = self._take_late()
             if self._lost is not None:
                 raise self._lost
             incoming, self._incoming = self._incoming, deque()
         for action in incoming:
             action()
+        for number in late:
+            self._abort(number)
+
+    def _take_late(self) -> list[int]:
+        """Return the requests whose time is over; finished ones among them do no harm."""
+        late = []
+        now = time.monotonic()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            late.append(heapq.heappop(self._deadlines)[1])
+        return late
 
     def _has_work(self) -> bool:
         return bool(self.scheduler.num_running or self.scheduler.num_waiting)

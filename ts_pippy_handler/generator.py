@@ -5,6 +5,7 @@ The handlers and the command line use this; it knows no HTTP and no TorchServe.
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +41,7 @@ class Wishes:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    timeout_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -239,6 +241,7 @@ class Generator:
             OverloadedError: If too many requests wait.
             PipelineError: If the pipeline is broken.
         """
+        self._check_limits(wishes, num_choices)
         completions = [
             completion
             for prompt in prompts
@@ -246,7 +249,7 @@ class Generator:
         ]
         try:
             for completion in completions:
-                self._start(completion)
+                self._start(completion, wishes.timeout_s)
         except PippyError:
             self.cancel(completions)
             raise
@@ -258,14 +261,31 @@ class Generator:
             if completion.number >= 0:
                 self.engine.abort(completion.number)
 
-    def _start(self, completion: Completion) -> None:
+    def _check_limits(self, wishes: Wishes, num_choices: int) -> None:
+        if len(wishes.stop) > self._config.max_stop_strings:
+            raise InvalidRequestError(
+                f"stop: {len(wishes.stop)} strings, but this model takes at most {self._config.max_stop_strings} "
+                "(handler.max_stop_strings)"
+            )
+        if num_choices > self._config.max_choices:
+            raise InvalidRequestError(
+                f"n: {num_choices} choices, but this model gives at most {self._config.max_choices} "
+                "(handler.max_choices)"
+            )
+
+    def _start(self, completion: Completion, timeout_s: float | None) -> None:
         def on_event(event: TokenEvent) -> None:
             if completion.take(event):
                 self.engine.abort(completion.number)
 
         # The engine cannot answer before the number is known: it takes requests over under the lock held here.
         with self.engine.paused():
-            completion.number = self.engine.submit(completion.prompt_token_ids, completion.params, on_event)
+            completion.number = self.engine.submit(
+                completion.prompt_token_ids,
+                completion.params,
+                on_event,
+                timeout_s=min(timeout_s or math.inf, self._config.request_timeout),
+            )
 
     def _completion(self, prompt: Prompt, wishes: Wishes) -> Completion:
         token_ids = self._encode(prompt)

@@ -71,6 +71,7 @@ class _Request(BaseModel):
     # Beyond OpenAI's, named as other servers of this kind name them.
     top_k: Int | None = Field(None, ge=0, lt=2**31)
     ignore_eos: bool = False
+    timeout: Float | None = Field(None, gt=0, allow_inf_nan=False)
 
     def wishes(self, max_new_tokens: int | None) -> Wishes:
         """Return how to continue."""
@@ -82,6 +83,7 @@ class _Request(BaseModel):
             seed=self.seed,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             ignore_eos=self.ignore_eos,
+            timeout_s=self.timeout,
         )
 
 
@@ -206,6 +208,19 @@ def check_model(asked: str, served: str) -> None:
     """
     if asked != served:
         raise NotFoundError(f"model: {show(asked)} is not served here, only {served!r} is")
+
+
+def cancelled_id(body: Mapping[str, Any]) -> str:
+    """Return the request that a body of ``v1/cancel`` names: ``x-request-id`` of its response, or its answer's ``id``.
+
+    Raises:
+        InvalidRequestError: If it names none.
+    """
+    fields = read_json(body)
+    name = fields.get("id") if isinstance(fields, Mapping) and set(fields) == {"id"} else None
+    if not isinstance(name, str) or not name:
+        raise InvalidRequestError(f"the body must be {{'id': the id of a request}}, got {show(fields)}")
+    return name.removeprefix("chatcmpl-").removeprefix("cmpl-")
 
 
 def error_body(error: PippyError) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from ts_pippy_handler.generator import Prompt, Wishes
 from ts_pippy_handler.replies import Call, PlainFormat, TextFormat
 from ts_pippy_handler.validation import describe_errors, show
 
-_NUMBERS = {"max_new_tokens": int, "temperature": float, "top_p": float, "top_k": int, "seed": int}
+_NUMBERS = {"max_new_tokens": int, "temperature": float, "top_p": float, "top_k": int, "seed": int, "timeout": float}
 """Fields of a form that are numbers; a form carries text only."""
 _SWITCHES = {"true": True, "1": True, "false": False, "0": False}
 _MAX_PROMPTS = 256
@@ -65,6 +65,8 @@ class GenerationPayload(BaseModel):
         None, description=f"a text that is not empty, or a list of at most {_MAX_STOPS} of them"
     )
     ignore_eos: bool = False
+    timeout: Float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Seconds after which the answer ends with what there is; at most the server's own limit."""
     stream: bool = False
     """Whether the answer comes in pieces, one JSON object per line."""
 
@@ -104,6 +106,7 @@ class GenerationPayload(BaseModel):
             seed=self.seed,
             stop=stop,
             ignore_eos=self.ignore_eos,
+            timeout_s=self.timeout,
         )
 
 

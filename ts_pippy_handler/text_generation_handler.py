@@ -34,7 +34,7 @@ _SILENCE_S = 5.0
 """While a client waits, the frontend calls without pause under continuous batching; after such a silence none does."""
 _REMEMBERED = 1024
 """Answered requests whose names are kept; a frontend batch is far smaller."""
-_PATHS = ("v1/completions", "v1/chat/completions", "v1/models")
+_PATHS = ("v1/completions", "v1/chat/completions", "v1/models", "v1/cancel")
 
 
 class _Answered:
@@ -115,6 +115,8 @@ class TextGenerationHandler(BasePippyHandler):
         try:
             if path.startswith("v1/models"):
                 return _Answered(Output(body=self._models(path)))
+            if path == "v1/cancel":
+                return _Answered(Output(body=self._cancel(openai.cancelled_id(item))))
             call = self._call(path, item, context, index)
             if call.is_stream and self._mode == "batch":
                 raise InvalidRequestError(
@@ -146,6 +148,13 @@ class TextGenerationHandler(BasePippyHandler):
         openai.check_model(name, self._model_name)
         return openai.model(name, self._created)
 
+    def _cancel(self, request_id: str) -> dict[str, Any]:
+        reply = self._replies.get(request_id)
+        if reply is None:
+            raise NotFoundError(f"no request {request_id!r} is running here")
+        reply.cancel()
+        return {"id": request_id, "cancelled": True}
+
     async def _handle_async(self, data: list[dict[str, Any]], context: Any) -> list[Any]:
         loop = asyncio.get_running_loop()
         changed = asyncio.Event()
@@ -158,12 +167,14 @@ class TextGenerationHandler(BasePippyHandler):
         answers = [""] * len(data)
         for index, reply in enumerate(replies):
             reply.add_waker(wake)
+            self._replies[context.request_ids[index]] = reply
             while (output := reply.next()) is None or not output.is_last:
                 if output is not None:
                     send_chunk(_write(output, context, index), context, index)
                     continue
                 await changed.wait()
                 changed.clear()
+            self._replies.pop(context.request_ids[index], None)
             answers[index] = _write(output, context, index)
         return finish_async(answers, context, is_stream=[reply.is_stream for reply in replies])
 

@@ -72,6 +72,7 @@ class FakeEngine:
         self.max_len = max_len
         self.submitted: list[tuple[list[int], SamplingParams]] = []
         self.aborted: list[int] = []
+        self.timeouts: list[float | None] = []
         self.refusal: PippyError | None = None
         self._answer_at_once = answer_at_once
         self._fail_at = fail_at
@@ -86,9 +87,15 @@ class FakeEngine:
             raise self.refusal
 
     def submit(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, on_event: Callable[[TokenEvent], None]
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        on_event: Callable[[TokenEvent], None],
+        *,
+        timeout_s: float | None = None,
     ) -> int:
         number = len(self.submitted)
+        self.timeouts.append(timeout_s)
         if self._fail_at == number:
             raise PippyError(f"request {number} cannot start")
         self.submitted.append((list(prompt_token_ids), params))

@@ -43,6 +43,9 @@ GOOD_HANDLER: dict[str, list[Any]] = {
     "max_length": [1, 4096, None],
     "max_new_tokens": [1, 10_000],
     "manual_seed": [0, 2**63 - 1, None],
+    "request_timeout": [0.5, 600, 1e6],
+    "max_stop_strings": [0, 64],
+    "max_choices": [1, 128],
     "trust_remote_code": [True, False],
 }
 BAD_PIPPY: list[tuple[str, Any, str]] = [
@@ -87,6 +90,9 @@ BAD_HANDLER: list[tuple[str, Any, str]] = [
     ("max_length", 0, "handler.max_length: must be a whole number, at least 1, got 0"),
     ("max_new_tokens", 0, "handler.max_new_tokens: must be a whole number, at least 1, got 0"),
     ("max_new_tokens", False, "handler.max_new_tokens: must be a whole number, .*got False"),
+    ("request_timeout", 0, "handler.request_timeout: must be a number, above 0, got 0"),
+    ("max_stop_strings", -1, "handler.max_stop_strings: must be a whole number, at least 0, got -1"),
+    ("max_choices", 0, "handler.max_choices: must be a whole number, at least 1, got 0"),
     ("manual_seed", -1, "handler.manual_seed: must be a whole number, at least 0 and .*, got -1"),
     ("manual_seed", 2**63, f"handler.manual_seed: must be a whole number, .*below {2**63}, got {2**63}"),
     ("trust_remote_code", "perhaps", "handler.trust_remote_code: must be true or false, got 'perhaps'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -104,6 +105,20 @@ def test_many_requests_at_once(start: Any, num_in_flight: int) -> None:
         assert tokens == expected(prompt, 9)
         assert last.finish_reason is FinishReason.LENGTH
         assert events.empty()
+
+
+def test_a_request_whose_time_is_over_ends_with_what_it_has(start: Any) -> None:
+    harness = start()
+    harness.stage.before = lambda batch: time.sleep(0.02)
+    events: queue.Queue[TokenEvent] = queue.Queue()
+    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    harness.engine.submit([1, 2], params, events.put, timeout_s=0.2)
+    _, other = harness.submit([5], 30)
+    tokens, last = drain(events)
+    assert last.finish_reason is FinishReason.ABORT
+    assert 0 < len(tokens) < 60
+    assert tokens == expected([1, 2], 60)[: len(tokens)]
+    assert drain(other)[0] == expected([5], 30)
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,33 @@ def test_harmless_parameters_pass(model_dir: Path) -> None:
     assert ask(model_dir, "v1/chat/completions", body)[0] == 200
 
 
+def test_a_request_can_be_cancelled_by_its_id(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_generation_handler, "_TURN_S", 0.001)
+    engine = FakeEngine()
+    frontend = Frontend(make(model_dir, engine, "continuous"))
+    frontend.paths = {"a": "v1/completions", "b": "v1/cancel", "c": "v1/cancel", "d": "v1/cancel"}
+    frontend.open["a"] = {"body": COMPLETION}
+    frontend.turn()
+    frontend.open |= {"b": {"body": {"id": "cmpl-a"}}, "c": {"body": {"id": "zz"}}, "d": {"body": {}}}
+    assert frontend.turn() == ["b", "c", "d"]
+    assert frontend.answers["b"] == {"id": "a", "cancelled": True}
+    assert frontend.answers["c"]["error"]["message"] == "no request 'zz' is running here"
+    assert frontend.answers["d"]["error"]["code"] == "invalid_request"
+    assert engine.aborted == [0]
+    engine.answer_all()
+    assert frontend.turn() == ["a"]
+    assert frontend.answers["a"]["choices"][0]["finish_reason"] == "abort"
+
+
+def test_time_limits_and_others(model_dir: Path) -> None:
+    engine = Answering()
+    ask(model_dir, "v1/completions", COMPLETION, engine)
+    ask(model_dir, "v1/completions", COMPLETION | {"timeout": 2.5}, engine)
+    ask(model_dir, "v1/completions", COMPLETION | {"timeout": 1e9}, engine)
+    assert engine.timeouts == [600, 2.5, 600]
+    assert refusal(model_dir, "v1/completions", COMPLETION | {"n": 33}).startswith("n: must be")
+
+
 @pytest.mark.parametrize(("error", "status"), [(OverloadedError("full"), 429), (PipelineError("gone"), 503)])
 def test_statuses(model_dir: Path, error: PippyError, status: int) -> None:
     engine = FakeEngine()

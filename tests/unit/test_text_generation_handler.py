@@ -36,8 +36,8 @@ def answers_stay_here(monkeypatch: pytest.MonkeyPatch) -> None:
 class Answering(FakeEngine):
     """Answers each request as soon as it has been submitted."""
 
-    def submit(self, *arguments: Any) -> int:
-        number = super().submit(*arguments)
+    def submit(self, *arguments: Any, **others: Any) -> int:
+        number = super().submit(*arguments, **others)
         self.answer_all()
         return number
 
@@ -110,7 +110,7 @@ def test_statuses_of_refusals(model_dir: Path, mode: str, error: PippyError, sta
 @pytest.mark.parametrize("mode", ["batch", "continuous", "async"])
 def test_a_pipeline_that_fails_meanwhile(model_dir: Path, mode: str) -> None:
     class Failing(FakeEngine):
-        def submit(self, prompt: Any, params: Any, on_event: Any) -> int:
+        def submit(self, prompt: Any, params: Any, on_event: Any, **_: Any) -> int:
             error = PipelineError("rank 1 is gone")
             on_event(TokenEvent(token_id=None, finish_reason=FinishReason.ERROR, error=error))
             return 0
