@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from ts_pippy_handler.config import HandlerConfig
 from ts_pippy_handler.engine import Engine
 from ts_pippy_handler.errors import InvalidRequestError, PippyError
-from ts_pippy_handler.request import FinishReason, SamplingParams, TokenEvent
+from ts_pippy_handler.request import FinishReason, SamplingParams, TokenEvent, TokenLogprobs
 from ts_pippy_handler.text import StopChecker, Tokenizer
 
 
@@ -34,9 +34,17 @@ class Wishes:
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_tokens: int | None = None
+    logprobs: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +57,8 @@ class Answer:
     text: str | None
     """Their text without special tokens, cut before a stop string; None without a tokenizer."""
     finish_reason: FinishReason
+    logprobs: list[TokenLogprobs] | None = None
+    """One for each of ``token_ids``, when asked for."""
 
 
 class Completion:
@@ -63,6 +73,7 @@ class Completion:
         self._tokenizer = tokenizer
         self._stops = StopChecker(tokenizer, params.stop)
         self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
         self._finish_reason: FinishReason | None = None
         self._error: Exception | None = None
         self._on_done: list[Callable[[], None]] = []
@@ -82,6 +93,8 @@ class Completion:
             return False
         if event.token_id is not None:
             self._token_ids.append(event.token_id)
+        if event.logprobs is not None:
+            self._logprobs.append(event.logprobs)
         is_stopped = event.token_id is not None and self._stops.add(event.token_id)
         if is_stopped:
             self._finish(FinishReason.STOP, None)
@@ -106,6 +119,7 @@ class Completion:
             token_ids=self._token_ids,
             text=text,
             finish_reason=self._finish_reason,
+            logprobs=None if self.params.logprobs is None else self._logprobs,
         )
 
     def _finish(self, reason: FinishReason, error: Exception | None) -> None:
@@ -192,9 +206,17 @@ class Generator:
             temperature=wishes.temperature or 0.0,
             top_k=wishes.top_k or 0,
             top_p=1.0 if wishes.top_p is None else wishes.top_p,
+            min_p=wishes.min_p or 0.0,
+            repetition_penalty=1.0 if wishes.repetition_penalty is None else wishes.repetition_penalty,
+            presence_penalty=wishes.presence_penalty or 0.0,
+            frequency_penalty=wishes.frequency_penalty or 0.0,
+            logit_bias=wishes.logit_bias,
             seed=secrets.randbits(62) if seed is None else seed,
             stop=wishes.stop,
+            stop_token_ids=wishes.stop_token_ids,
             ignore_eos=wishes.ignore_eos,
+            min_tokens=wishes.min_tokens or 0,
+            logprobs=wishes.logprobs,
         )
         if wishes.max_new_tokens is None:  # the default must not turn a long prompt into an error
             room = self.engine.max_len - num_prompt

@@ -18,13 +18,30 @@ from ts_pippy_handler.errors import InvalidRequestError
 from ts_pippy_handler.generator import Prompt, Wishes
 from ts_pippy_handler.validation import describe_errors, show
 
-_NUMBERS = {"max_new_tokens": int, "temperature": float, "top_p": float, "top_k": int, "seed": int}
+_NUMBERS = {
+    "max_new_tokens": int,
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "repetition_penalty": float,
+    "presence_penalty": float,
+    "frequency_penalty": float,
+    "seed": int,
+    "min_tokens": int,
+    "logprobs": int,
+}
 """Fields of a form that are numbers; a form carries text only."""
 _MAX_PROMPTS = 256
 _MAX_STOPS = 16
+_MAX_STOP_TOKENS = 64
+_MAX_BIASES = 300
+_MAX_LOGPROBS = 20
 
 Text = Annotated[str, Field(min_length=1)]
 TokenIds = Annotated[list[Int], Field(min_length=1)]
+TokenIdText = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,18})$")]
+Bias = Annotated[Float, Field(ge=-100, le=100)]
 
 
 class Message(BaseModel):
@@ -58,11 +75,34 @@ class GenerationPayload(BaseModel):
     """0, the default, takes the most likely token."""
     top_p: Float | None = Field(None, gt=0, le=1)
     top_k: Int | None = Field(None, ge=0, lt=2**31)
+    min_p: Float | None = Field(None, ge=0, le=1)
+    repetition_penalty: Float | None = Field(None, gt=0, allow_inf_nan=False)
+    presence_penalty: Float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: Float | None = Field(None, ge=-2, le=2)
+    logit_bias: Annotated[dict[TokenIdText, Bias], Field(max_length=_MAX_BIASES)] | None = Field(
+        None,
+        description=f"an object of at most {_MAX_BIASES} numbers from -100 to 100, each under a token id such as '42'",
+    )
+    """Added to the logits of the named tokens."""
     seed: Int | None = Field(None, ge=0, lt=2**63)
     stop: Text | Annotated[list[Text], Field(max_length=_MAX_STOPS)] | None = Field(
         None, description=f"a text that is not empty, or a list of at most {_MAX_STOPS} of them"
     )
+    stop_token_ids: Annotated[list[Int], Field(max_length=_MAX_STOP_TOKENS)] | None = Field(
+        None, description=f"a list of at most {_MAX_STOP_TOKENS} token ids"
+    )
     ignore_eos: bool = False
+    min_tokens: Int | None = Field(None, ge=0)
+    logprobs: Int | None = Field(None, ge=0, le=_MAX_LOGPROBS)
+    """How many likely tokens to report beside each chosen one."""
+
+    @model_validator(mode="after")
+    def _enough_tokens(self) -> GenerationPayload:
+        if self.min_tokens and self.max_new_tokens and self.min_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_tokens: must be at most max_new_tokens, which is {self.max_new_tokens}, got {self.min_tokens}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_source(self) -> GenerationPayload:
@@ -97,9 +137,17 @@ class GenerationPayload(BaseModel):
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=tuple((int(token_id), bias) for token_id, bias in (self.logit_bias or {}).items()),
             seed=self.seed,
             stop=stop,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
+            min_tokens=self.min_tokens,
+            logprobs=self.logprobs,
         )
 
 

@@ -197,7 +197,7 @@ def _content_type(context: Any, index: int) -> str | None:
 
 def _as_json(answer: Answer) -> dict[str, Any]:
     num_prompt, num_new = len(answer.prompt_token_ids), len(answer.token_ids)
-    return {
+    body: dict[str, Any] = {
         "text": answer.text,
         "token_ids": answer.token_ids,
         "finish_reason": answer.finish_reason.value,
@@ -207,3 +207,13 @@ def _as_json(answer: Answer) -> dict[str, Any]:
             "total_tokens": num_prompt + num_new,
         },
     }
+    if answer.logprobs is not None:
+        body["logprobs"] = [
+            {
+                "token_id": token_id,
+                "logprob": logprobs.logprob,
+                "top": [{"token_id": other, "logprob": logprob} for other, logprob in logprobs.top],
+            }
+            for token_id, logprobs in zip(answer.token_ids, answer.logprobs, strict=True)
+        ]
+    return body

@@ -192,7 +192,7 @@ MESSAGE = {"role": "user", "content": "x"}
         ({"stop": ["a"] * 17}, [STOP]),
         ({"ignore_eos": 1}, ["ignore_eos: must be true or false, got 1"]),
         ({"ignore_eos": None}, ["ignore_eos: must be true or false, got None"]),
-        ({"stream": True}, ["stream: unknown key (value True); allowed: ignore_eos, input_ids"]),
+        ({"stream": True}, ["stream: unknown key (value True); allowed: frequency_penalty, ignore_eos"]),
         ({"max_tokens": 3}, ["max_tokens: unknown key (value 3); did you mean 'max_new_tokens'?"]),
         ({"seed": -1, "top_k": "x"}, ["seed: must be", "top_k: must be"]),
     ],
