@@ -86,8 +86,7 @@ def _processed(logits_V: torch.Tensor, processing: Processing | None) -> torch.T
         return scores
     scores = scores.clone()
     if processing.repetition_penalty != 1:
-        # transformers takes a second to import, and greedy requests need none of it.
-        from transformers import RepetitionPenaltyLogitsProcessor
+        from transformers import RepetitionPenaltyLogitsProcessor  # here for the same reason as in _warpers
 
         penalty = min(max(float(processing.repetition_penalty), 1 / _HUGE), _HUGE)
         context = torch.tensor([*processing.prompt, *processing.generated])
@@ -113,6 +112,7 @@ def _draw(scores_V: torch.Tensor, row: SampledRow) -> int:
 
 
 def _warpers(row: SampledRow) -> list[Callable[[None, torch.Tensor], torch.Tensor]]:
+    # transformers takes a second to import, and greedy requests need none of it.
     from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     warpers: list[Callable[[None, torch.Tensor], torch.Tensor]] = []
