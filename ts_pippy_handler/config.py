@@ -138,9 +138,9 @@ class HandlerConfig(BaseModel):
     request_timeout: Float = Field(600.0, gt=0, allow_inf_nan=False)
     """Seconds a request may take from its arrival, waiting included. Then it ends with the tokens it has and the finish
     reason ``abort``; a request may ask for less with ``timeout``."""
-    max_stop_strings: Int = Field(16, ge=0)
+    max_stop_strings: Int = Field(16, ge=0, le=64)
     """Stop strings of one request; more are refused with status 400."""
-    max_choices: Int = Field(32, ge=1)
+    max_choices: Int = Field(32, ge=1, le=128)
     """Continuations of one prompt (``n``); more are refused with status 400."""
     trust_remote_code: bool = False
     """Whether Python code shipped inside the checkpoint may run."""

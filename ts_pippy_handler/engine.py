@@ -22,7 +22,7 @@ import torch
 from ts_pippy_handler.errors import InvalidRequestError, PipelineError
 from ts_pippy_handler.loading import LoadedRank
 from ts_pippy_handler.request import FinishReason, SamplingParams, TokenEvent
-from ts_pippy_handler.sampling import sample
+from ts_pippy_handler.sampling import logprobs_of, sample
 from ts_pippy_handler.scheduler import Scheduler, Step
 
 logger = logging.getLogger(__name__)
@@ -89,12 +89,23 @@ class Engine:
             InvalidRequestError: If it could never finish, or names tokens the model does not have.
             OverloadedError: If too many requests wait.
         """
-        for token_id in prompt_token_ids:
+        self._check_ids("", prompt_token_ids)
+        self._check_ids("logit_bias: ", [token_id for token_id, _ in params.logit_bias])
+        self._check_ids("stop_token_ids: ", params.stop_token_ids)
+        if params.min_tokens and len(self.scheduler.ends(params)) >= self.loaded.vocab_size:
+            raise InvalidRequestError(
+                f"min_tokens is {params.min_tokens}, but every token of the vocabulary ends the text; "
+                "name fewer stop_token_ids"
+            )
+        self.scheduler.check(len(prompt_token_ids), params, num_unfinished=len(self._callbacks))
+
+    def _check_ids(self, where: str, token_ids: Sequence[int]) -> None:
+        for token_id in token_ids:
             if not 0 <= token_id < self.loaded.vocab_size:
                 raise InvalidRequestError(
-                    f"token id {token_id} is not in the vocabulary, which has ids 0 to {self.loaded.vocab_size - 1}"
+                    f"{where}token id {token_id} is not in the vocabulary, "
+                    f"which has ids 0 to {self.loaded.vocab_size - 1}"
                 )
-        self.scheduler.check(len(prompt_token_ids), params, num_unfinished=len(self._callbacks))
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -224,14 +235,15 @@ class Engine:
         batch = step.batch
         if own_logits is not None:
             token_ids, logits = sample(own_logits, batch.sampled), own_logits
+            logprobs = logprobs_of(own_logits, batch.sampled, token_ids)
         else:
             assert self.loaded.transport is not None
-            token_ids, received = self.loaded.transport.receive_result(batch, self.loaded.vocab_size)
+            token_ids, logprobs, received = self.loaded.transport.receive_result(batch, self.loaded.vocab_size)
             logits = received if received is not None else torch.empty(0)
         self._in_flight.popleft()
         if batch.return_logits:
             self._keep_logits(step, logits)
-        for number, event in self.scheduler.commit(step, token_ids):
+        for number, event in self.scheduler.commit(step, token_ids, logprobs):
             self._deliver(number, event)
 
     def _keep_logits(self, step: Step, logits: torch.Tensor) -> None:

@@ -5,17 +5,19 @@ The handlers and the command line use this; it knows no HTTP and no TorchServe.
 
 from __future__ import annotations
 
+import json
 import math
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
 
 from ts_pippy_handler.config import HandlerConfig
 from ts_pippy_handler.engine import Engine
-from ts_pippy_handler.errors import InvalidRequestError, PippyError
-from ts_pippy_handler.request import FinishReason, SamplingParams, TokenEvent
+from ts_pippy_handler.errors import CheckpointError, InvalidRequestError, PippyError
+from ts_pippy_handler.request import FinishReason, SamplingParams, TokenEvent, TokenLogprobs
 from ts_pippy_handler.text import TextStream, Tokenizer
 
 
@@ -36,12 +38,51 @@ class Wishes:
 
     max_new_tokens: int | None = None
     temperature: float | None = None
+    samples_by_default: bool = False
+    """Whether no temperature means the model's own, else 1; otherwise it means the most likely token."""
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     timeout_s: float | None = None
+    min_tokens: int | None = None
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Defaults:
+    """What the checkpoint's generation_config.json says of sampling; None where it says nothing."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+    @classmethod
+    def load(cls, model_path: str) -> Defaults:
+        """Read the file, if there is one.
+
+        It is read as it stands: transformers' own class fills in what the file does not say (``top_k`` of 50).
+
+        Raises:
+            CheckpointError: If it cannot be read.
+        """
+        file = Path(model_path) / "generation_config.json"
+        if not file.is_file():
+            return cls()
+        try:
+            written = json.loads(file.read_text("utf-8"))
+            return cls(**{field.name: written[field.name] for field in fields(cls) if field.name in written})
+        except (OSError, ValueError, TypeError) as error:
+            raise CheckpointError(f"{file}: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +95,8 @@ class Answer:
     text: str | None
     """Their text without special tokens, cut before a stop string; None without a tokenizer."""
     finish_reason: FinishReason
+    logprobs: list[TokenLogprobs] | None = None
+    """One for each of ``token_ids``, when asked for."""
     prompt_text: str = ""
     """The prompt as text, as far as there is one."""
 
@@ -67,6 +110,8 @@ class Progress:
     """Text that is certain by now; empty without a tokenizer."""
     finish_reason: FinishReason | None
     """Why the completion ended; None while it runs."""
+    logprobs: list[TokenLogprobs] | None = None
+    """One for each of ``token_ids``, when asked for."""
 
 
 class Completion:
@@ -84,6 +129,7 @@ class Completion:
         self._num_decoded = 0  # tokens the text stream has seen
         self._num_taken = 0
         self._taken_text: list[str] = []
+        self._logprobs: list[TokenLogprobs] = []
         self._finish_reason: FinishReason | None = None
         self._error: Exception | None = None
         self._on_change: list[tuple[Callable[[], None], bool]] = []
@@ -113,6 +159,8 @@ class Completion:
         if event.token_id is not None:
             with self._lock:
                 self._token_ids.append(event.token_id)
+                if event.logprobs is not None:
+                    self._logprobs.append(event.logprobs)
                 if self.params.stop:  # else the text can wait until somebody wants it
                     is_stopped = self._decode()
         if is_stopped:
@@ -147,10 +195,15 @@ class Completion:
         with self._lock:
             if self._error is not None:
                 raise self._error
-            token_ids = self._token_ids[self._num_taken :]
+            new = slice(self._num_taken, len(self._token_ids))
             self._num_taken = len(self._token_ids)
             reason = self._finish_reason if may_end else None
-            return Progress(token_ids=token_ids, text=self._new_text(is_end=reason is not None), finish_reason=reason)
+            return Progress(
+                token_ids=self._token_ids[new],
+                text=self._new_text(is_end=reason is not None),
+                finish_reason=reason,
+                logprobs=None if self.params.logprobs is None else self._logprobs[new],
+            )
 
     def answer(self) -> Answer:
         """Return the finished answer.
@@ -167,6 +220,7 @@ class Completion:
                 token_ids=self._token_ids,
                 text=self._whole_text(),
                 finish_reason=self._finish_reason,
+                logprobs=None if self.params.logprobs is None else self._logprobs,
                 prompt_text=self.prompt_text,
             )
 
@@ -219,6 +273,7 @@ class Generator:
         self.engine = engine
         self.tokenizer = tokenizer
         self._config = config
+        self._defaults = Defaults.load(config.model_path)
 
     def submit(self, prompt: Prompt, wishes: Wishes) -> Completion:
         """Start continuing a prompt; as :meth:`submit_all` for one."""
@@ -317,16 +372,36 @@ class Generator:
         if wishes.stop and self.tokenizer is None:
             raise InvalidRequestError("stop: this model has no tokenizer, so stop strings cannot be found")
         seed = wishes.seed if wishes.seed is not None else self._config.manual_seed
+        defaults = self._defaults
+        temperature = wishes.temperature
+        if temperature is None:
+            temperature = _first(defaults.temperature, 1.0) if wishes.samples_by_default else 0.0
         params = SamplingParams(
             max_new_tokens=wishes.max_new_tokens or self._config.max_new_tokens,
-            temperature=wishes.temperature or 0.0,
-            top_k=wishes.top_k or 0,
-            top_p=1.0 if wishes.top_p is None else wishes.top_p,
+            temperature=temperature,
+            top_k=_first(wishes.top_k, defaults.top_k, 0),
+            top_p=_first(wishes.top_p, defaults.top_p, 1.0),
+            min_p=_first(wishes.min_p, defaults.min_p, 0.0),
+            repetition_penalty=_first(wishes.repetition_penalty, defaults.repetition_penalty, 1.0),
+            presence_penalty=wishes.presence_penalty or 0.0,
+            frequency_penalty=wishes.frequency_penalty or 0.0,
+            logit_bias=wishes.logit_bias,
             seed=secrets.randbits(62) if seed is None else seed,
             stop=wishes.stop,
+            stop_token_ids=wishes.stop_token_ids,
             ignore_eos=wishes.ignore_eos,
+            min_tokens=wishes.min_tokens or 0,
+            logprobs=wishes.logprobs,
         )
         if wishes.max_new_tokens is None:  # the default must not turn a long prompt into an error
             room = self.engine.max_len - num_prompt
             params = replace(params, max_new_tokens=max(1, min(params.max_new_tokens, room)))
         return params
+
+
+_Value = TypeVar("_Value", int, float)
+
+
+def _first(*values: _Value | None) -> _Value:
+    """Return the first value that is there."""
+    return next(value for value in values if value is not None)

@@ -10,22 +10,26 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ts_pippy_handler.config import Float, Int
+from ts_pippy_handler.config import Int
 from ts_pippy_handler.errors import InvalidRequestError, NotFoundError, PippyError
 from ts_pippy_handler.generator import Answer, Completion, Progress, Prompt, Wishes
-from ts_pippy_handler.payload import Text, TokenIds, read_json
+from ts_pippy_handler.payload import MAX_LOGPROBS, SamplingFields, Text, TokenIds, read_json
 from ts_pippy_handler.replies import JSON, Call, usage
 from ts_pippy_handler.validation import describe_errors, show
 
-_MAX_CHOICES = 32
+_MAX_CHOICES = 128
 _MAX_PROMPTS = 256
-_MAX_STOPS = 16
 _MAX_TOOLS = 128
+
+_DEFAULT_TOKENS = 16  # of OpenAI's completions
+
+TokenText = Callable[[int], str]
+"""Returns the text of a single token."""
 
 _UNSUPPORTED = {
     "suffix": "text after the continuation",
@@ -48,19 +52,11 @@ class _Options(BaseModel):
     include_usage: bool = False
 
 
-class _Request(BaseModel):
-    """What completions and chats have in common."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
+class _Request(SamplingFields):
+    """What completions and chats have in common. Beyond OpenAI's fields, those of other servers of this kind."""
 
     model: Text
-    temperature: Float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
-    top_p: Float | None = Field(None, gt=0, le=1)
     n: Int | None = Field(None, ge=1, le=_MAX_CHOICES)
-    stop: Text | Annotated[list[Text], Field(max_length=_MAX_STOPS)] | None = Field(
-        None, description=f"a text that is not empty, or a list of at most {_MAX_STOPS} of them"
-    )
-    seed: Int | None = Field(None, ge=0, lt=2**63)
     stream: bool | None = None
     stream_options: _Options | None = Field(None, description="an object with 'include_usage': true or false")
     user: str | None = None
@@ -68,23 +64,6 @@ class _Request(BaseModel):
     metadata: dict[str, str] | None = Field(None, description="an object of texts")
     """As ``user``."""
     store: bool | None = Field(None, description="false, since nothing is stored")
-    # Beyond OpenAI's, named as other servers of this kind name them.
-    top_k: Int | None = Field(None, ge=0, lt=2**31)
-    ignore_eos: bool = False
-    timeout: Float | None = Field(None, gt=0, allow_inf_nan=False)
-
-    def wishes(self, max_new_tokens: int | None) -> Wishes:
-        """Return how to continue."""
-        return Wishes(
-            max_new_tokens=max_new_tokens,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            seed=self.seed,
-            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
-            ignore_eos=self.ignore_eos,
-            timeout_s=self.timeout,
-        )
 
 
 _Shape = TypeVar("_Shape", bound=_Request)
@@ -100,6 +79,7 @@ class CompletionRequest(_Request):
         | Annotated[list[TokenIds], Field(min_length=1, max_length=_MAX_PROMPTS)]
     ) = Field(description=f"a text, a list of token ids, or a list of 1 to {_MAX_PROMPTS} of either; not empty")
     max_tokens: Int | None = Field(None, ge=1)
+    logprobs: Int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
     """Whether the text starts with the prompt."""
     best_of: Int | None = Field(None, ge=1, description="left out, or equal to n")
@@ -152,6 +132,8 @@ class ChatRequest(_Request):
         None, description=f"a list of at most {_MAX_TOOLS} objects"
     )
     """Passed to the chat template; calls come back as text."""
+    logprobs: bool | None = None
+    top_logprobs: Int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tool_choice: str | None = Field(None, description="'auto' or 'none'")
     parallel_tool_calls: bool | None = None
 
@@ -161,7 +143,7 @@ class ChatRequest(_Request):
         return [Prompt(messages=[message.for_template() for message in self.messages], tools=tools)]
 
 
-def parse_completion(body: Mapping[str, Any], request_id: str) -> Call:
+def parse_completion(body: Mapping[str, Any], request_id: str, token_text: TokenText) -> Call:
     """Check the body of ``v1/completions``.
 
     Raises:
@@ -171,11 +153,16 @@ def parse_completion(body: Mapping[str, Any], request_id: str) -> Call:
     choices = request.n or 1
     if request.best_of is not None and request.best_of != choices:
         raise InvalidRequestError(f"best_of: must be left out or equal to n ({choices}), got {request.best_of}")
-    form = CompletionFormat(request_id, request, choices, with_prompt=bool(request.echo))
-    return _call(request, request.prompts(), request.wishes(request.max_tokens or 16), form)
+    if request.echo and request.logprobs is not None:
+        raise InvalidRequestError("echo: cannot be had together with logprobs; leave one of them out")
+    wishes = request.sampling_wishes(
+        max_new_tokens=request.max_tokens or _DEFAULT_TOKENS, logprobs=request.logprobs, samples_by_default=True
+    )
+    form = CompletionFormat(request_id, request, choices, token_text, with_prompt=bool(request.echo))
+    return _call(request, request.prompts(), wishes, form)
 
 
-def parse_chat(body: Mapping[str, Any], request_id: str) -> Call:
+def parse_chat(body: Mapping[str, Any], request_id: str, token_text: TokenText) -> Call:
     """Check the body of ``v1/chat/completions``.
 
     Raises:
@@ -186,8 +173,15 @@ def parse_chat(body: Mapping[str, Any], request_id: str) -> Call:
         raise InvalidRequestError(f"tool_choice: must be 'auto' or 'none', got {show(request.tool_choice)}")
     if None not in (request.max_tokens, request.max_completion_tokens):
         raise InvalidRequestError("max_tokens and max_completion_tokens are the same; send one of them")
-    form = ChatFormat(request_id, request, request.n or 1)
-    return _call(request, request.prompts(), request.wishes(request.max_completion_tokens or request.max_tokens), form)
+    if request.top_logprobs is not None and not request.logprobs:
+        raise InvalidRequestError("top_logprobs: needs 'logprobs': true")
+    wishes = request.sampling_wishes(
+        max_new_tokens=request.max_completion_tokens or request.max_tokens,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        samples_by_default=True,
+    )
+    form = ChatFormat(request_id, request, request.n or 1, token_text)
+    return _call(request, request.prompts(), wishes, form)
 
 
 def models(names: Sequence[str], created: int) -> dict[str, Any]:
@@ -268,8 +262,8 @@ class _Format:
     chunk_object: str
     id_prefix: str
 
-    def __init__(self, request_id: str, request: _Request, num_choices: int) -> None:
-        self.model = request.model
+    def __init__(self, request_id: str, request: _Request, num_choices: int, token_text: TokenText) -> None:
+        self.token_text = token_text
         self._num_choices = num_choices
         self._with_usage = request.stream_options is not None and request.stream_options.include_usage
         self._frame = {"id": f"{self.id_prefix}-{request_id}", "created": int(time.time()), "model": request.model}
@@ -324,25 +318,48 @@ class CompletionFormat(_Format):
     whole_object = chunk_object = "text_completion"
     id_prefix = "cmpl"
 
-    def __init__(self, request_id: str, request: _Request, num_choices: int, *, with_prompt: bool) -> None:
-        super().__init__(request_id, request, num_choices)
+    def __init__(
+        self, request_id: str, request: _Request, num_choices: int, token_text: TokenText, *, with_prompt: bool
+    ) -> None:
+        super().__init__(request_id, request, num_choices, token_text)
         self._with_prompt = with_prompt
+        self._offsets: dict[int, int] = {}
 
     def first(self, completions: Sequence[Completion]) -> str:
         """Return an event with the prompt of each choice, if it shall be repeated."""
         if not self._with_prompt:
             return ""
-        parts = (_completion(number, each.prompt_text, None) for number, each in enumerate(completions))
+        parts = (self._entry(number, each.prompt_text, None, None) for number, each in enumerate(completions))
         return "".join(self.event([part]) for part in parts)
 
     def choice(self, number: int, answer: Answer) -> dict[str, Any]:
         """Return one entry of ``choices``."""
         prompt = answer.prompt_text if self._with_prompt else ""
-        return _completion(number, prompt + (answer.text or ""), answer.finish_reason.value)
+        return self._entry(number, prompt + (answer.text or ""), answer, answer.finish_reason.value)
 
     def part(self, number: int, progress: Progress, reason: str | None) -> dict[str, Any]:
         """Return one entry of ``choices``."""
-        return _completion(number, progress.text, reason)
+        return self._entry(number, progress.text, progress, reason)
+
+    def _entry(self, number: int, text: str, source: Answer | Progress | None, reason: str | None) -> dict[str, Any]:
+        logprobs = None if source is None or source.logprobs is None else self._logprobs(number, source)
+        return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def _logprobs(self, number: int, source: Answer | Progress) -> dict[str, Any]:
+        tokens = [self.token_text(token_id) for token_id in source.token_ids]
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offsets.get(number, 0))
+            self._offsets[number] = offsets[-1] + len(token)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [each.logprob for each in source.logprobs or []],
+            "top_logprobs": [
+                {self.token_text(token_id): logprob for token_id, logprob in each.top} | {token: each.logprob}
+                for token, each in zip(tokens, source.logprobs or [], strict=True)
+            ],
+            "text_offset": offsets,
+        }
 
 
 class ChatFormat(_Format):
@@ -360,16 +377,28 @@ class ChatFormat(_Format):
     def choice(self, number: int, answer: Answer) -> dict[str, Any]:
         """Return one entry of ``choices``."""
         message = {"role": "assistant", "content": answer.text}
-        return {"index": number, "message": message, "logprobs": None, "finish_reason": answer.finish_reason.value}
+        logprobs = self._logprobs(answer)
+        return {"index": number, "message": message, "logprobs": logprobs, "finish_reason": answer.finish_reason.value}
 
     def part(self, number: int, progress: Progress, reason: str | None) -> dict[str, Any]:
         """Return one entry of ``choices``."""
         delta = {"content": progress.text} if progress.text or reason is None else {}
-        return {"index": number, "delta": delta, "logprobs": None, "finish_reason": reason}
+        return {"index": number, "delta": delta, "logprobs": self._logprobs(progress), "finish_reason": reason}
 
+    def _logprobs(self, source: Answer | Progress) -> dict[str, Any] | None:
+        if source.logprobs is None:
+            return None
+        content = [
+            self._token(token_id, each.logprob)
+            | {"top_logprobs": [self._token(other, logprob) for other, logprob in each.top]}
+            for token_id, each in zip(source.token_ids, source.logprobs, strict=True)
+        ]
+        return {"content": content, "refusal": None}
 
-def _completion(number: int, text: str, reason: str | None) -> dict[str, Any]:
-    return {"index": number, "text": text, "logprobs": None, "finish_reason": reason}
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text = self.token_text(token_id)
+        # The bytes of a token that holds part of a character cannot be told from its text.
+        return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
 
 
 _DONE = "data: [DONE]\n\n"

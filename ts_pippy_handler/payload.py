@@ -19,14 +19,32 @@ from ts_pippy_handler.generator import Prompt, Wishes
 from ts_pippy_handler.replies import Call, PlainFormat, TextFormat
 from ts_pippy_handler.validation import describe_errors, show
 
-_NUMBERS = {"max_new_tokens": int, "temperature": float, "top_p": float, "top_k": int, "seed": int, "timeout": float}
+_NUMBERS = {
+    "max_new_tokens": int,
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "repetition_penalty": float,
+    "presence_penalty": float,
+    "frequency_penalty": float,
+    "seed": int,
+    "min_tokens": int,
+    "logprobs": int,
+    "timeout": float,
+}
 """Fields of a form that are numbers; a form carries text only."""
 _SWITCHES = {"true": True, "1": True, "false": False, "0": False}
 _MAX_PROMPTS = 256
-_MAX_STOPS = 16
+_MAX_STOPS = 64
+_MAX_STOP_TOKENS = 64
+_MAX_BIASES = 300
+MAX_LOGPROBS = 20
 
 Text = Annotated[str, Field(min_length=1)]
 TokenIds = Annotated[list[Int], Field(min_length=1)]
+TokenIdText = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,18})$")]
+Bias = Annotated[Float, Field(ge=-100, le=100)]
 
 
 class Message(BaseModel):
@@ -38,10 +56,77 @@ class Message(BaseModel):
     content: str
 
 
-class GenerationPayload(BaseModel):
-    """A request of the plain TorchServe contract."""
+class SamplingFields(BaseModel):
+    """What every kind of request may say about how tokens are chosen, and when to stop."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    temperature: Float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
+    """0 takes the most likely token."""
+    top_p: Float | None = Field(None, gt=0, le=1)
+    top_k: Int | None = Field(None, ge=0, lt=2**31)
+    min_p: Float | None = Field(None, ge=0, le=1)
+    repetition_penalty: Float | None = Field(None, gt=0, allow_inf_nan=False)
+    presence_penalty: Float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: Float | None = Field(None, ge=-2, le=2)
+    logit_bias: Annotated[dict[TokenIdText, Bias], Field(max_length=_MAX_BIASES)] | None = Field(
+        None,
+        description=f"an object of at most {_MAX_BIASES} numbers from -100 to 100, each under a token id such as '42'",
+    )
+    """Added to the logits of the named tokens."""
+    seed: Int | None = Field(None, ge=0, lt=2**63)
+    stop: Text | Annotated[list[Text], Field(max_length=_MAX_STOPS)] | None = Field(
+        None, description=f"a text that is not empty, or a list of at most {_MAX_STOPS} of them"
+    )
+    stop_token_ids: Annotated[list[Int], Field(max_length=_MAX_STOP_TOKENS)] | None = Field(
+        None, description=f"a list of at most {_MAX_STOP_TOKENS} token ids"
+    )
+    ignore_eos: bool = False
+    timeout: Float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Seconds after which the answer ends with what there is; at most the server's own limit."""
+    min_tokens: Int | None = Field(None, ge=0)
+
+    def sampling_wishes(
+        self, *, max_new_tokens: int | None, logprobs: int | None, samples_by_default: bool = False
+    ) -> Wishes:
+        """Return how to continue.
+
+        Args:
+            max_new_tokens: New tokens, under whatever name they were asked for.
+            logprobs: Alternatives to report for each token; None reports nothing.
+            samples_by_default: Whether a request that names no temperature is sampled.
+
+        Raises:
+            InvalidRequestError: If values contradict each other.
+        """
+        if self.min_tokens and max_new_tokens and self.min_tokens > max_new_tokens:
+            raise InvalidRequestError(
+                f"min_tokens: must be at most the number of new tokens, which is {max_new_tokens}, "
+                f"got {self.min_tokens}"
+            )
+        return Wishes(
+            max_new_tokens=max_new_tokens,
+            temperature=self.temperature,
+            samples_by_default=samples_by_default,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=tuple((int(token_id), bias) for token_id, bias in (self.logit_bias or {}).items()),
+            seed=self.seed,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=self.ignore_eos,
+            timeout_s=self.timeout,
+            min_tokens=self.min_tokens,
+            logprobs=logprobs,
+        )
+
+
+class GenerationPayload(SamplingFields):
+    """A request of the plain TorchServe contract."""
 
     prompt: Text | Annotated[list[Text], Field(min_length=1, max_length=_MAX_PROMPTS)] | None = Field(
         None, description=f"a text that is not empty, or a list of 1 to {_MAX_PROMPTS} of them"
@@ -56,19 +141,18 @@ class GenerationPayload(BaseModel):
     )
     """Token ids instead of text, for one prompt or several."""
     max_new_tokens: Int | None = Field(None, ge=1)
-    temperature: Float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
-    """0, the default, takes the most likely token."""
-    top_p: Float | None = Field(None, gt=0, le=1)
-    top_k: Int | None = Field(None, ge=0, lt=2**31)
-    seed: Int | None = Field(None, ge=0, lt=2**63)
-    stop: Text | Annotated[list[Text], Field(max_length=_MAX_STOPS)] | None = Field(
-        None, description=f"a text that is not empty, or a list of at most {_MAX_STOPS} of them"
-    )
-    ignore_eos: bool = False
-    timeout: Float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Seconds after which the answer ends with what there is; at most the server's own limit."""
+    logprobs: Int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    """How many likely tokens to report beside each chosen one."""
     stream: bool = False
     """Whether the answer comes in pieces, one JSON object per line."""
+
+    @model_validator(mode="after")
+    def _enough_tokens(self) -> GenerationPayload:
+        if self.min_tokens and self.max_new_tokens and self.min_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_tokens: must be at most max_new_tokens, which is {self.max_new_tokens}, got {self.min_tokens}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_source(self) -> GenerationPayload:
@@ -97,17 +181,7 @@ class GenerationPayload(BaseModel):
 
     def wishes(self) -> Wishes:
         """Return how to continue."""
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return Wishes(
-            max_new_tokens=self.max_new_tokens,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            seed=self.seed,
-            stop=stop,
-            ignore_eos=self.ignore_eos,
-            timeout_s=self.timeout,
-        )
+        return self.sampling_wishes(max_new_tokens=self.max_new_tokens, logprobs=self.logprobs)
 
 
 @dataclass(frozen=True, kw_only=True)

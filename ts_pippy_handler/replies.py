@@ -188,6 +188,7 @@ class PlainFormat:
                 "finish_reason": answer.finish_reason.value,
                 "usage": usage([answer]),
             }
+            | _logprobs(answer)
             for answer in answers
         ]
         return (bodies if self._is_list else bodies[0]), JSON
@@ -198,7 +199,7 @@ class PlainFormat:
 
     def piece(self, choice: int, progress: Progress) -> str:
         """Return a line with the new text and tokens; the last one of a prompt has its finish reason."""
-        line: dict[str, Any] = {"text": progress.text, "token_ids": progress.token_ids}
+        line: dict[str, Any] = {"text": progress.text, "token_ids": progress.token_ids} | _logprobs(progress)
         if self._is_list:
             line = {"index": choice} | line
         if progress.finish_reason is not None:
@@ -224,6 +225,21 @@ class TextFormat(PlainFormat):
     def whole(self, answers: Sequence[Answer]) -> tuple[Any, str]:
         """Return the text alone."""
         return answers[0].text or "", "text/plain; charset=utf-8"
+
+
+def _logprobs(source: Answer | Progress) -> dict[str, Any]:
+    """Return the entry with log-probabilities, when they were asked for."""
+    if source.logprobs is None:
+        return {}
+    entries = [
+        {
+            "token_id": token_id,
+            "logprob": logprobs.logprob,
+            "top": [{"token_id": other, "logprob": logprob} for other, logprob in logprobs.top],
+        }
+        for token_id, logprobs in zip(source.token_ids, source.logprobs, strict=True)
+    ]
+    return {"logprobs": entries}
 
 
 def _line(item: Any) -> str:

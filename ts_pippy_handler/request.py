@@ -15,7 +15,7 @@ class FinishReason(enum.StrEnum):
     """Why a request ended; every accepted request ends with exactly one."""
 
     STOP = "stop"
-    """An end-of-sequence token or a stop string."""
+    """An end-of-sequence token, a stop token or a stop string."""
     LENGTH = "length"
     """The number of new tokens that was asked for, or the end of the model's window."""
     ABORT = "abort"
@@ -35,14 +35,42 @@ class SamplingParams:
     """Only the k most likely tokens; 0 for all."""
     top_p: float = 1.0
     """Only the smallest set of tokens whose probabilities sum to at least this."""
+    min_p: float = 0.0
+    """Only tokens at least this fraction as likely as the most likely one; 0 for all."""
+    repetition_penalty: float = 1.0
+    """Above 1, tokens of the prompt and of the new text become less likely, as in transformers."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of every token of the new text."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logit of a token each time the new text has it."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Added to the logits: pairs of a token id and a number; -100 all but bans a token, 100 all but forces it."""
     seed: int = 0
     """Decides the random draws: the same seed gives the same tokens, alone or in any batch."""
     stop: tuple[str, ...] = ()
     """Strings that end the text; not part of it."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the text, as end-of-sequence tokens do, also where those are ignored."""
     ignore_eos: bool = False
     """Go on after an end-of-sequence token."""
+    min_tokens: int = 0
+    """Until there are this many new tokens, none that would end the text is chosen; stop strings still end it."""
+    logprobs: int | None = None
+    """How many of the most likely tokens to report beside each chosen one; None reports nothing.
+
+    What is reported is the logarithm of the model's own probability: no penalty, bias, temperature or filter counts.
+    """
     only_logits: bool = False
     """Generate nothing: run the prompt and return the logits of all its tokens."""
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """How likely the model held a new token to be, and which ones it held to be most likely."""
+
+    logprob: float
+    """Of the chosen token."""
+    top: list[tuple[int, float]]
+    """Ids and log-probabilities, most likely first; the chosen token is among them if it is likely enough."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +78,8 @@ class TokenEvent:
     """One step of one request: a new token, the end, or both."""
 
     token_id: int | None
+    logprobs: TokenLogprobs | None = None
+    """Of ``token_id``, when the request asks for it."""
     finish_reason: FinishReason | None = None
     error: Exception | None = None
     """What went wrong, when ``finish_reason`` is ``ERROR``."""
@@ -75,6 +105,26 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
         return self.num_cached + self.num_tokens
 
 
+class Processing(msgspec.Struct, frozen=True, array_like=True):
+    """What few requests ask for: changed logits, and how likely the tokens were. See :class:`SamplingParams`.
+
+    The last stage keeps nothing between batches, so this carries the tokens that the penalties look at.
+    """
+
+    prompt: list[int]
+    """Tokens of the prompt, for the repetition penalty; empty without one."""
+    generated: list[int]
+    """New tokens so far, for any penalty; empty without one."""
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: tuple[tuple[int, float], ...]
+    suppressed: list[int]
+    """Tokens that must not be chosen now."""
+    logprobs: int | None
+
+
 class SampledRow(msgspec.Struct, frozen=True, array_like=True):
     """A batch row whose next token is sampled, and how."""
 
@@ -85,6 +135,13 @@ class SampledRow(msgspec.Struct, frozen=True, array_like=True):
     top_k: int
     top_p: float
     seed: int
+    processing: Processing | None = None
+    """None for most rows, which costs one byte on the wire."""
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Most likely tokens to report beside the chosen one; None when nothing is to be reported."""
+        return None if self.processing is None else self.processing.logprobs
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True):

@@ -18,7 +18,27 @@ from dataclasses import dataclass, field
 
 from ts_pippy_handler.errors import InvalidRequestError, OverloadedError
 from ts_pippy_handler.kv_cache import BlockAllocator
-from ts_pippy_handler.request import Batch, FinishReason, SampledRow, SamplingParams, Segment, TokenEvent
+from ts_pippy_handler.request import (
+    Batch,
+    FinishReason,
+    Processing,
+    SampledRow,
+    SamplingParams,
+    Segment,
+    TokenEvent,
+    TokenLogprobs,
+)
+
+_PROCESSED = (
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "min_tokens",
+    "logprobs",
+)
+"""What a request asks for by a :class:`Processing` on its rows, where it differs from the default."""
 
 
 @dataclass(eq=False, slots=True)
@@ -33,6 +53,8 @@ class RequestState:
     is_awaited: bool = False
     """Whether a batch in flight will bring its next token."""
     last_batch: int = -1
+    is_processed: bool = False
+    """Whether it asks for more than temperature, top_k and top_p."""
 
     @property
     def num_generated(self) -> int:
@@ -113,13 +135,20 @@ class Scheduler:
                 f"max_new_tokens is {params.max_new_tokens}, but with a prompt of {num_prompt} tokens "
                 f"at most {room - num_prompt} are possible (limit of {room} in all)"
             )
+        if params.min_tokens > params.max_new_tokens:
+            raise InvalidRequestError(
+                f"min_tokens is {params.min_tokens}, but at most {params.max_new_tokens} new tokens "
+                "(max_new_tokens) are generated"
+            )
         unfinished = self.num_running + self.num_waiting if num_unfinished is None else num_unfinished
         if unfinished >= self.limits.max_running + self.limits.max_waiting:
             raise OverloadedError(f"{unfinished - self.num_running} requests are waiting already, try again later")
 
     def add(self, number: int, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         """Accept a request that passed :meth:`check`."""
-        self._waiting.append(RequestState(number, params, len(prompt_token_ids), list(prompt_token_ids)))
+        sequence = RequestState(number, params, len(prompt_token_ids), list(prompt_token_ids))
+        sequence.is_processed = _is_processed(params)
+        self._waiting.append(sequence)
 
     def abort(self, number: int) -> bool:
         """Forget a request and free its cache at once; False if it is unknown or has finished.
@@ -170,16 +199,29 @@ class Scheduler:
         self._num_batches += 1
         return step
 
-    def commit(self, step: Step, token_ids: Sequence[int]) -> list[tuple[int, TokenEvent]]:
-        """Take the last stage's answer to a batch and return what happened, by request number."""
+    def commit(
+        self, step: Step, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None] = ()
+    ) -> list[tuple[int, TokenEvent]]:
+        """Take the last stage's answer to a batch and return what happened, by request number.
+
+        Args:
+            step: What was scheduled.
+            token_ids: One for each sampled row.
+            logprobs: One for each sampled row, or none at all when no row asks for them.
+        """
         events = []
         row = 0
         for sequence, num_rows in step.sampled:
             row += num_rows
             sequence.is_awaited = False
             if self._is_known(sequence):
-                events.append((sequence.number, self._advance(sequence, token_ids[row - 1])))
+                own = logprobs[row - 1] if logprobs else None
+                events.append((sequence.number, self._advance(sequence, token_ids[row - 1], own)))
         return events
+
+    def ends(self, params: SamplingParams) -> set[int]:
+        """Return the tokens that end a request."""
+        return {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
 
     def finish(self, number: int) -> None:
         """Release a request whose last event was delivered."""
@@ -227,9 +269,26 @@ class Scheduler:
             step.batch = Batch(batch.number, batch.token_ids, batch.segments, batch.sampled, return_logits=True)
         if sequence.num_unscheduled == 0 or only_logits:
             first = batch.num_tokens - (num_tokens if only_logits else 1)
-            batch.sampled.extend(_sampled_row(row, sequence) for row in range(first, batch.num_tokens))
+            processing = self._processing(sequence) if sequence.is_processed else None
+            batch.sampled.extend(_sampled_row(row, sequence, processing) for row in range(first, batch.num_tokens))
             step.sampled.append((sequence, batch.num_tokens - first))
             sequence.is_awaited = True
+
+    def _processing(self, sequence: RequestState) -> Processing:
+        params, tokens, num_prompt = sequence.params, sequence.tokens, sequence.num_prompt
+        repeats = params.repetition_penalty != 1
+        counts = bool(params.presence_penalty or params.frequency_penalty)
+        return Processing(
+            prompt=tokens[:num_prompt] if repeats else [],
+            generated=tokens[num_prompt:] if repeats or counts else [],
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            logit_bias=params.logit_bias,
+            suppressed=sorted(self.ends(params)) if sequence.num_generated < params.min_tokens else [],
+            logprobs=params.logprobs,
+        )
 
     def _reserve(self, sequence: RequestState, num_tokens: int, batch_number: int) -> bool:
         """Make sure the cache holds ``num_tokens`` of the request, evicting younger requests if it must.
@@ -251,19 +310,27 @@ class Scheduler:
         sequence.num_scheduled = 0
         self._waiting.appendleft(sequence)
 
-    def _advance(self, sequence: RequestState, token_id: int) -> TokenEvent:
+    def _advance(self, sequence: RequestState, token_id: int, logprobs: TokenLogprobs | None) -> TokenEvent:
         params = sequence.params
         if params.only_logits:
             done = sequence.num_unscheduled == 0
             return TokenEvent(token_id=None, finish_reason=FinishReason.LENGTH if done else None)
         sequence.tokens.append(token_id)
-        if token_id in self.eos_token_ids and not params.ignore_eos:
-            return TokenEvent(token_id=token_id, finish_reason=FinishReason.STOP)
-        if sequence.num_generated >= params.max_new_tokens:
-            return TokenEvent(token_id=token_id, finish_reason=FinishReason.LENGTH)
-        return TokenEvent(token_id=token_id)
+        reason = None
+        if token_id in params.stop_token_ids or (token_id in self.eos_token_ids and not params.ignore_eos):
+            reason = FinishReason.STOP
+        elif sequence.num_generated >= params.max_new_tokens:
+            reason = FinishReason.LENGTH
+        return TokenEvent(token_id=token_id, finish_reason=reason, logprobs=logprobs)
 
 
-def _sampled_row(row: int, sequence: RequestState) -> SampledRow:
+def _sampled_row(row: int, sequence: RequestState, processing: Processing | None) -> SampledRow:
     params = sequence.params
-    return SampledRow(row, len(sequence.tokens), params.temperature, params.top_k, params.top_p, params.seed)
+    return SampledRow(
+        row, len(sequence.tokens), params.temperature, params.top_k, params.top_p, params.seed, processing
+    )
+
+
+def _is_processed(params: SamplingParams) -> bool:
+    plain = SamplingParams(max_new_tokens=params.max_new_tokens)
+    return not params.only_logits and any(getattr(params, name) != getattr(plain, name) for name in _PROCESSED)

@@ -88,6 +88,11 @@ class Tokenizer:
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
 
+    def token_text(self, token_id: int) -> str:
+        """Return the text of a single token, special ones included; bytes of half a character show as U+FFFD."""
+        text: str = self._tokenizer.decode([token_id])
+        return text
+
 
 class TextStream:
     """The text of one answer, growing token by token: never half a character, never past a stop string.

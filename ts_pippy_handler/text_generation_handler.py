@@ -133,13 +133,18 @@ class TextGenerationHandler(BasePippyHandler):
             return parse_request(item, _header(context, index, "content-type")).call()
         request_id = context.request_ids[index]
         if path == "v1/completions":
-            call = openai.parse_completion(item, request_id)
+            call = openai.parse_completion(item, request_id, self._token_text)
         elif path == "v1/chat/completions":
-            call = openai.parse_chat(item, request_id)
+            call = openai.parse_chat(item, request_id, self._token_text)
         else:
             raise NotFoundError(f"path {path!r} is not here; there are {', '.join(_PATHS)}")
         openai.check_model(call.model or "", self._model_name)
         return call
+
+    def _token_text(self, token_id: int) -> str:
+        assert self.generator is not None
+        tokenizer = self.generator.tokenizer
+        return str(token_id) if tokenizer is None else tokenizer.token_text(token_id)
 
     def _models(self, path: str) -> dict[str, Any]:
         name = path.removeprefix("v1/models").strip("/")

@@ -6,6 +6,9 @@ Three kinds of messages, none of them pickled::
     rank i ──activations──────▶ rank i + 1                nccl where every rank has a GPU, else gloo
     last   ──token ids [R + 1]▶ rank 0                    as activations; element 0 repeats the batch number
 
+Where rows ask for logprobs, or a batch for logits, those follow the token ids; both sides know the sizes from the
+batch.
+
 Gloo messages of both kinds share the ranks' one gloo group, told apart by tags: each group's thread wakes a hundred
 times a second, and three groups on an idle rank were measured to use 1 % of a core. A receive that finds its peer gone
 raises at once; one whose peer is silent raises after the step timeout.
@@ -23,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ts_pippy_handler.errors import PipelineError, RankLostError
-from ts_pippy_handler.request import Batch
+from ts_pippy_handler.request import Batch, TokenLogprobs
 from ts_pippy_handler.tracing import WireValue
 
 _CONTROL, _DATA = 1, 2  # tags
@@ -80,14 +83,27 @@ class Transport:
             values[spec.name] = tensor.to(self._device)
         return values
 
-    def send_result(self, batch: Batch, token_ids: Sequence[int], logits: torch.Tensor | None) -> None:
-        """Send the sampled tokens, and the logits [R, V] if the batch asks for them, to rank 0."""
+    def send_result(
+        self,
+        batch: Batch,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs | None],
+        logits: torch.Tensor | None,
+    ) -> None:
+        """Send the sampled tokens to rank 0, with the logprobs and the logits [R, V] that the batch asks for."""
         self._send(torch.tensor([batch.number, *token_ids]).to(self._wire_device), 0, _DATA)
+        if logprobs:
+            self._send(_flatten(logprobs).to(self._wire_device), 0, _DATA)
         if logits is not None and batch.return_logits:
             self._send(logits.to(self._wire_device, torch.float32).contiguous(), 0, _DATA)
 
-    def receive_result(self, batch: Batch, vocab_size: int) -> tuple[list[int], torch.Tensor | None]:
+    def receive_result(
+        self, batch: Batch, vocab_size: int
+    ) -> tuple[list[int], list[TokenLogprobs | None], torch.Tensor | None]:
         """Wait for the last rank's answer to ``batch``.
+
+        Returns:
+            The sampled tokens; their logprobs, an empty list when no row asks for them; the logits, when asked for.
 
         Raises:
             PipelineError: If a rank is gone, silent for the step timeout, or answers another batch.
@@ -98,11 +114,18 @@ class Transport:
         number, *token_ids = answer.tolist()
         if number != batch.number:
             raise PipelineError(f"the last stage answered batch {number}, but batch {batch.number} is next")
+        logprobs: list[TokenLogprobs | None] = []
+        widths = [None if row.num_logprobs is None else min(row.num_logprobs, vocab_size) for row in batch.sampled]
+        size = sum(1 + 2 * width for width in widths if width is not None)
+        if size:
+            flat = torch.empty(size, dtype=torch.double, device=self._wire_device)
+            self._receive(flat, last, _DATA)
+            logprobs = _unflatten(flat.tolist(), widths)
         if not batch.return_logits:
-            return token_ids, None
+            return token_ids, logprobs, None
         logits = torch.empty(len(batch.sampled), vocab_size, device=self._wire_device)
         self._receive(logits, last, _DATA)
-        return token_ids, logits.cpu()
+        return token_ids, logprobs, logits.cpu()
 
     def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
         # The tensor must live until the peer has taken it; what has been taken is dropped here.
@@ -132,6 +155,28 @@ class Transport:
     def _group(self, tag: int) -> dist.ProcessGroup | None:
         """Return the group of a kind of message; None stands for the one of all ranks, which is gloo."""
         return self._nccl if tag == _DATA else None
+
+
+def _flatten(logprobs: Sequence[TokenLogprobs | None]) -> torch.Tensor:
+    """Return one row after the other: the chosen token's logprob, then an id and a logprob for each likely token."""
+    values: list[float] = []
+    for row in logprobs:
+        if row is not None:
+            values.append(row.logprob)
+            values.extend(value for pair in row.top for value in pair)  # a double holds every id exactly
+    return torch.tensor(values, dtype=torch.double)
+
+
+def _unflatten(values: list[float], widths: Sequence[int | None]) -> list[TokenLogprobs | None]:
+    """Undo :func:`_flatten` for rows with so many likely tokens each, None for rows that asked for nothing."""
+    rows: list[TokenLogprobs | None] = []
+    rest = iter(values)
+    for width in widths:
+        if width is None:
+            rows.append(None)
+        else:
+            rows.append(TokenLogprobs(next(rest), [(int(next(rest)), next(rest)) for _ in range(width)]))
+    return rows
 
 
 def _reason(error: RuntimeError) -> str:

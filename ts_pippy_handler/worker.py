@@ -16,7 +16,7 @@ from ts_pippy_handler import loading, ranks
 from ts_pippy_handler.config import ServingConfig, load_config
 from ts_pippy_handler.errors import PippyError
 from ts_pippy_handler.loading import LoadedRank
-from ts_pippy_handler.sampling import sample
+from ts_pippy_handler.sampling import logprobs_of, sample
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,8 @@ def run_batches(loaded: LoadedRank) -> None:
         outputs = stage.run(batch, received)
         if stage.is_last:
             logits = outputs[stage.graph.outputs[0]]
-            transport.send_result(batch, sample(logits, batch.sampled), logits)
+            token_ids = sample(logits, batch.sampled)
+            transport.send_result(batch, token_ids, logprobs_of(logits, batch.sampled, token_ids), logits)
         else:
             transport.send_values(stage.graph.sends, {**received, **outputs})
 

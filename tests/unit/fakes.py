@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ts_pippy_handler.errors import PippyError
-from ts_pippy_handler.request import Batch, FinishReason, SamplingParams, TokenEvent
+from ts_pippy_handler.request import Batch, FinishReason, SamplingParams, TokenEvent, TokenLogprobs
 
 VOCAB = 97
 EOS = 0
@@ -29,7 +29,7 @@ def continuation(
     while True:
         tokens.append(next_token(tokens))
         new = tokens[len(prompt) :]
-        if new[-1] in eos and not params.ignore_eos:
+        if new[-1] in params.stop_token_ids or (new[-1] in eos and not params.ignore_eos):
             return new, FinishReason.STOP
         if len(new) == params.max_new_tokens:
             return new, FinishReason.LENGTH
@@ -106,7 +106,10 @@ class FakeEngine:
                 if number in self.aborted:
                     on_event(TokenEvent(token_id=None, finish_reason=FinishReason.ABORT))
                     return
-                on_event(TokenEvent(token_id=token, finish_reason=reason if index + 1 == len(new) else None))
+                wanted = params.logprobs
+                logprobs = None if wanted is None else TokenLogprobs(-float(index), [(token, -0.5)] * wanted)
+                end = reason if index + 1 == len(new) else None
+                on_event(TokenEvent(token_id=token, finish_reason=end, logprobs=logprobs))
 
         self._pending.append(answer)
         return number

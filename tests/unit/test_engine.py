@@ -138,6 +138,27 @@ def test_what_cannot_be_honoured_is_refused_at_once(start: Any, prompt: list[int
     assert tokens == expected([4])
 
 
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [
+        (
+            {"logit_bias": ((5, 1.0), (97, 1.0))},
+            r"^logit_bias: token id 97 is not in the vocabulary, which has ids 0 to",
+        ),
+        ({"stop_token_ids": (-1,)}, r"^stop_token_ids: token id -1 is not in the vocabulary, which has ids 0 to 96$"),
+        ({"stop_token_ids": (10**30,)}, r"^stop_token_ids: token id 1000000000000000000000000000000 is not in"),
+        ({"min_tokens": 6}, r"^min_tokens is 6, but at most 5 new tokens"),
+        (
+            {"min_tokens": 1, "stop_token_ids": tuple(range(1, VOCAB)), "ignore_eos": False},
+            r"^min_tokens is 1, but every token of the vocabulary ends the text; name fewer stop_token_ids$",
+        ),
+    ],
+)
+def test_wishes_that_cannot_be_honoured_are_refused_at_once(start: Any, wishes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        start().submit([1], **wishes)
+
+
 def test_too_many_requests(start: Any) -> None:
     harness = start(max_running=1, max_waiting=2)
     gate, entered = threading.Event(), threading.Event()

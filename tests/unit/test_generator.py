@@ -12,7 +12,7 @@ from tests.unit.fakes import FakeEngine
 from ts_pippy_handler.config import HandlerConfig
 from ts_pippy_handler.errors import InvalidRequestError, PipelineError, PippyError
 from ts_pippy_handler.generator import Completion, Generator, Prompt, Wishes
-from ts_pippy_handler.request import FinishReason, SamplingParams, TokenEvent
+from ts_pippy_handler.request import FinishReason, SamplingParams, TokenEvent, TokenLogprobs
 from ts_pippy_handler.text import Tokenizer
 
 
@@ -41,6 +41,32 @@ def test_wishes_become_parameters(model_dir: Path) -> None:
     assert params_of(make(model_dir, manual_seed=9), wishes) == SamplingParams(
         max_new_tokens=3, temperature=0.5, top_k=7, top_p=0.9, seed=0, stop=("x",), ignore_eos=True
     )
+
+
+def test_every_wish_about_tokens_becomes_a_parameter(model_dir: Path) -> None:
+    wished: dict[str, Any] = {
+        "max_new_tokens": 4,
+        "min_p": 0.2,
+        "repetition_penalty": 1.5,
+        "presence_penalty": -1.0,
+        "frequency_penalty": 2.0,
+        "logit_bias": ((3, 1.0),),
+        "stop_token_ids": (5,),
+        "min_tokens": 2,
+        "logprobs": 0,
+    }
+    assert params_of(make(model_dir, manual_seed=9), Wishes(**wished)) == SamplingParams(seed=9, **wished)
+
+
+def test_an_answer_has_logprobs_when_asked(model_dir: Path) -> None:
+    generator = make(model_dir)
+    asked, plain = (
+        generator.submit(Prompt(text="ab"), Wishes(max_new_tokens=3, logprobs=number)) for number in (1, None)
+    )
+    generator.engine.answer_all()
+    answer = asked.answer()
+    assert answer.logprobs == [TokenLogprobs(-float(i), [(t, -0.5)]) for i, t in enumerate(answer.token_ids)]
+    assert plain.answer().logprobs is None
 
 
 def test_defaults(model_dir: Path) -> None:

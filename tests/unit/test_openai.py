@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.unit.fakes import FakeContext, FakeEngine, continuation
 from tests.unit.test_text_generation_handler import Answering, Frontend, call, make
 from ts_pippy_handler import text_generation_handler
 from ts_pippy_handler.errors import OverloadedError, PipelineError, PippyError
-from ts_pippy_handler.request import SamplingParams
+from ts_pippy_handler.request import SamplingParams, TokenLogprobs
 
 COMPLETION = {"model": "fake", "prompt": "ab", "max_tokens": 3, "temperature": 0}
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "temperature": 0}
@@ -192,7 +193,8 @@ def test_time_limits_and_others(model_dir: Path) -> None:
     ask(model_dir, "v1/completions", COMPLETION | {"timeout": 2.5}, engine)
     ask(model_dir, "v1/completions", COMPLETION | {"timeout": 1e9}, engine)
     assert engine.timeouts == [600, 2.5, 600]
-    assert refusal(model_dir, "v1/completions", COMPLETION | {"n": 33}).startswith("n: must be")
+    said = refusal(model_dir, "v1/completions", COMPLETION | {"n": 33})
+    assert said == "n: 33 choices, but this model gives at most 32 (handler.max_choices)"
 
 
 @pytest.mark.parametrize(("error", "status"), [(OverloadedError("full"), 429), (PipelineError("gone"), 503)])
@@ -268,3 +270,44 @@ def test_a_refused_stream_is_a_plain_error(model_dir: Path, monkeypatch: pytest.
     assert frontend.answers["a"]["error"]["type"] == "invalid_request_error"
     assert frontend.context is not None
     assert frontend.context.statuses == {0: (400, "Bad Request")}
+
+
+def test_logprobs_of_completions(model_dir: Path) -> None:
+    engine = Likely()
+    _, answer, _ = ask(model_dir, "v1/completions", COMPLETION | {"logprobs": 1}, engine)
+    [choice] = answer["choices"]
+    got = choice["logprobs"]
+    assert "".join(got["tokens"]) == choice["text"]
+    assert got["token_logprobs"] == [-0.5] * 3
+    assert got["text_offset"] == [0, 1, 2]
+    assert all(set(top.values()) == {-0.25, -0.5} for top in got["top_logprobs"])
+
+
+def test_logprobs_of_chats(model_dir: Path) -> None:
+    _, answer, _ = ask(model_dir, "v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 1}, Likely())
+    content = answer["choices"][0]["logprobs"]["content"]
+    assert len(content) == 3
+    assert all(each["logprob"] == -0.5 and len(each["top_logprobs"]) == 1 for each in content)
+    assert bytes(content[0]["bytes"]).decode() == content[0]["token"]
+    assert (
+        refusal(model_dir, "v1/chat/completions", CHAT | {"top_logprobs": 1}) == "top_logprobs: needs 'logprobs': true"
+    )
+
+
+class Likely(Answering):
+    """Reports log-probabilities with every token."""
+
+    def submit(self, prompt: Any, params: Any, on_event: Any, **others: Any) -> int:
+        logprobs = TokenLogprobs(-0.5, [(ord("z"), -0.25)])
+        return super().submit(prompt, params, lambda event: on_event(replace(event, logprobs=logprobs)), **others)
+
+
+def test_defaults_of_the_checkpoint(model_dir: Path) -> None:
+    written = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.05}
+    (model_dir / "generation_config.json").write_text(json.dumps(written))
+    engine = Answering()
+    ask(model_dir, "v1/completions", {"model": "fake", "prompt": "ab"}, engine)
+    ask(model_dir, "v1/completions", {"model": "fake", "prompt": "ab", "temperature": 0, "top_p": 1}, engine)
+    ask(model_dir, "", {"prompt": "ab"}, engine)
+    seen = [(each.temperature, each.top_p, each.repetition_penalty) for _, each in engine.submitted]
+    assert seen == [(0.6, 0.9, 1.05), (0, 1, 1.05), (0, 0.9, 1.05)]

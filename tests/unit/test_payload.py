@@ -53,11 +53,31 @@ ALL = {
     "temperature": 0.5,
     "top_p": 0.9,
     "top_k": 40,
+    "min_p": 0.1,
+    "repetition_penalty": 1.5,
+    "presence_penalty": -2,
+    "frequency_penalty": 0.5,
     "seed": 7,
     "stop": "end",
     "ignore_eos": True,
+    "min_tokens": 2,
+    "logprobs": 0,
 }
-WANTED = Wishes(max_new_tokens=5, temperature=0.5, top_p=0.9, top_k=40, seed=7, stop=("end",), ignore_eos=True)
+WANTED = Wishes(
+    max_new_tokens=5,
+    temperature=0.5,
+    top_p=0.9,
+    top_k=40,
+    min_p=0.1,
+    repetition_penalty=1.5,
+    presence_penalty=-2.0,
+    frequency_penalty=0.5,
+    seed=7,
+    stop=("end",),
+    ignore_eos=True,
+    min_tokens=2,
+    logprobs=0,
+)
 
 
 def all_ways() -> list[tuple[dict[str, Any], str | None]]:
@@ -106,6 +126,15 @@ def test_stop_strings(stop: Any, wanted: tuple[str, ...]) -> None:
     assert check_fields(fields(stop=stop)).wishes().stop == wanted
 
 
+def test_tokens_that_are_named() -> None:
+    wishes = check_fields(fields(logit_bias={"0": -100, "42": 1.5}, stop_token_ids=[7, 0])).wishes()
+    assert wishes.logit_bias == ((0, -100.0), (42, 1.5))
+    assert wishes.stop_token_ids == (7, 0)
+    nothing = check_fields(fields(logit_bias=None, stop_token_ids=None, logprobs=None, min_p=None)).wishes()
+    assert nothing == check_fields(fields(logit_bias={}, stop_token_ids=[])).wishes() == Wishes()
+    assert len(check_fields(fields(logit_bias={str(i): 0 for i in range(300)})).wishes().logit_bias) == 300
+
+
 def test_zero_and_null_are_kept_apart() -> None:
     wishes = check_fields(fields(temperature=0, top_k=0, seed=0, max_new_tokens=None)).wishes()
     assert (wishes.temperature, wishes.top_k, wishes.seed, wishes.max_new_tokens) == (0.0, 0, 0, None)
@@ -141,11 +170,13 @@ def test_bodies_that_make_no_sense(data: dict[str, Any], content_type: str | Non
 
 
 PROMPT = "prompt: must be a text that is not empty, or a list of 1 to 256 of them"
-STOP = "stop: must be a text that is not empty, or a list of at most 16 of them"
+STOP = "stop: must be a text that is not empty, or a list of at most 64 of them"
 IDS = "input_ids: must be a list of at least one token id, or a list of 1 to 256 of them"
 MESSAGES = "messages: must be a list of at least one {'role': text, 'content': text}"
 ONE = "exactly one of prompt, messages and input_ids is needed"
 MESSAGE = {"role": "user", "content": "x"}
+BIAS = "logit_bias: must be an object of at most 300 numbers from -100 to 100, each under a token id such as '42'"
+STOP_TOKENS = "stop_token_ids: must be a list of at most 64 token ids"
 
 
 @pytest.mark.parametrize(
@@ -189,7 +220,33 @@ MESSAGE = {"role": "user", "content": "x"}
         ({"stop": ""}, [STOP, "got ''"]),
         ({"stop": 5}, [STOP, "got 5"]),
         ({"stop": ["a", ""]}, [STOP]),
-        ({"stop": ["a"] * 17}, [STOP]),
+        ({"stop": ["a"] * 65}, [STOP]),
+        ({"min_p": 1.5}, ["min_p: must be a number, at least 0 and at most 1, got 1.5"]),
+        ({"min_p": float("nan")}, ["min_p: must be a number", "got nan"]),
+        ({"repetition_penalty": 0}, ["repetition_penalty: must be a number, above 0, got 0"]),
+        ({"repetition_penalty": float("inf")}, ["repetition_penalty: must be a number", "got inf"]),
+        ({"presence_penalty": 2.1}, ["presence_penalty: must be a number, at least -2 and at most 2, got 2.1"]),
+        ({"frequency_penalty": -3}, ["frequency_penalty: must be a number, at least -2 and at most 2, got -3"]),
+        ({"logit_bias": {"5": 101}}, [BIAS, "got {'5': 101}"]),
+        ({"logit_bias": {"5": True}}, [BIAS]),
+        ({"logit_bias": {"5": float("nan")}}, [BIAS]),
+        ({"logit_bias": {"a": 1}}, [BIAS, "got {'a': 1}"]),
+        ({"logit_bias": {"-1": 1}}, [BIAS]),
+        ({"logit_bias": {"05": 1}}, [BIAS]),
+        ({"logit_bias": {"5\n": 1}}, [BIAS]),
+        ({"logit_bias": {"9" * 5000: 1}}, [BIAS]),
+        ({"logit_bias": {str(i): 1 for i in range(301)}}, [BIAS]),
+        ({"logit_bias": [[5, 1]]}, [BIAS, "got [[5, 1]]"]),
+        ({"stop_token_ids": 5}, [STOP_TOKENS, "got 5"]),
+        ({"stop_token_ids": ["5"]}, [STOP_TOKENS]),
+        ({"stop_token_ids": [1] * 65}, [STOP_TOKENS]),
+        ({"min_tokens": -1}, ["min_tokens: must be a whole number, at least 0, got -1"]),
+        (
+            {"min_tokens": 4, "max_new_tokens": 3},
+            ["min_tokens: must be at most max_new_tokens, which is 3, got 4"],
+        ),
+        ({"logprobs": 21}, ["logprobs: must be a whole number, at least 0 and at most 20, got 21"]),
+        ({"logprobs": True}, ["logprobs: must be a whole number", "got True"]),
         ({"ignore_eos": 1}, ["ignore_eos: must be true or false, got 1"]),
         ({"ignore_eos": None}, ["ignore_eos: must be true or false, got None"]),
         ({"stream": 1}, ["stream: must be true or false, got 1"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from ts_pippy_handler.request import Batch, FinishReason, SampledRow, SamplingParams, Segment
+from ts_pippy_handler.request import Batch, FinishReason, Processing, SampledRow, SamplingParams, Segment
 
 BATCH = Batch(
     7,
@@ -30,6 +30,17 @@ def test_a_batch_survives_the_wire() -> None:
     assert arrived.return_logits is True
 
 
+def test_what_few_rows_ask_for_survives_the_wire_and_costs_the_others_a_byte() -> None:
+    processing = Processing([1, 2], [3], 0.1, 1.5, -2.0, 2.0, ((5, -100.0), (2**18, 7.0)), [0, 9], 20)
+    plain = SampledRow(0, 1, 0.0, 0, 1.0, 0)
+    asking = SampledRow(1, 2, 0.0, 0, 1.0, 0, processing)
+    arrived = round_trip(Batch(0, [4, 5], [Segment(2, 0, [(0, 2)])], [plain, asking]))
+    assert arrived.sampled == [plain, asking]
+    assert arrived.sampled[1].processing == processing
+    assert [each.num_logprobs for each in arrived.sampled] == [None, 20]
+    assert len(msgspec.msgpack.encode(plain)) == len(msgspec.msgpack.encode((0, 1, 0.0, 0, 1.0, 0))) + 1
+
+
 def test_logits_are_not_wanted_unless_asked_for() -> None:
     assert round_trip(Batch(0, [1], [Segment(1, 0, [(0, 1)])], [])).return_logits is False
 
@@ -49,6 +60,8 @@ def test_defaults_are_greedy() -> None:
     params = SamplingParams(max_new_tokens=3)
     assert (params.temperature, params.top_k, params.top_p, params.stop) == (0.0, 0, 1.0, ())
     assert (params.ignore_eos, params.only_logits) == (False, False)
+    assert (params.min_p, params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (0, 1, 0, 0)
+    assert (params.logit_bias, params.stop_token_ids, params.min_tokens, params.logprobs) == ((), (), 0, None)
 
 
 def test_finish_reasons_are_the_words_a_client_sees() -> None:

@@ -3,23 +3,45 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from ts_pippy_handler.request import SampledRow
-from ts_pippy_handler.sampling import sample
+from ts_pippy_handler.request import Processing, SampledRow, TokenLogprobs
+from ts_pippy_handler.sampling import _processed, logprobs_of, sample
 
 VOCAB = 50
 
 
 def row(
-    *, seed: int = 0, position: int = 1, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
+    *,
+    seed: int = 0,
+    position: int = 1,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    processing: Processing | None = None,
 ) -> SampledRow:
-    return SampledRow(0, position, temperature, top_k, top_p, seed)
+    return SampledRow(0, position, temperature, top_k, top_p, seed, processing)
+
+
+def asking(**changes: Any) -> Processing:
+    plain = Processing([], [], 0.0, 1.0, 0.0, 0.0, (), [], None)
+    return msgspec.structs.replace(plain, **changes)
 
 
 def logits(num_rows: int, seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
@@ -120,6 +142,204 @@ def test_a_very_low_temperature_is_greedy(temperature: float) -> None:
     values = logits(5)
     rows = [row(seed=index, temperature=temperature) for index in range(5)]
     assert sample(values, rows) == values.argmax(-1).tolist()
+
+
+CONTEXT = [3, 3, 7, 0, 49, 12, 3]
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.3, 2, 100.0])
+@pytest.mark.parametrize("num_prompt", [0, 4, 7])
+def test_the_repetition_penalty_is_that_of_transformers(penalty: float, num_prompt: int) -> None:
+    values = logits(1)
+    own = asking(prompt=CONTEXT[:num_prompt], generated=CONTEXT[num_prompt:], repetition_penalty=penalty)
+    expected = RepetitionPenaltyLogitsProcessor(float(penalty))(torch.tensor([CONTEXT]), values.clone())
+    assert torch.equal(_processed(values[0], own), expected[0])
+
+
+def test_presence_counts_once_and_frequency_each_time_and_the_prompt_not_at_all() -> None:
+    values = logits(1)
+    own = asking(prompt=[1, 1, 12], generated=CONTEXT, presence_penalty=0.5, frequency_penalty=-0.25)
+    expected = values[0].clone()
+    for token in set(CONTEXT):
+        expected[token] -= 0.5 - 0.25 * CONTEXT.count(token)
+    torch.testing.assert_close(_processed(values[0], own), expected, rtol=0, atol=1e-6)
+    assert torch.equal(_processed(values[0], asking(presence_penalty=2.0, frequency_penalty=2.0)), values[0])
+
+
+def test_a_bias_is_added() -> None:
+    values = logits(1)
+    biases = {5: 1.5, 0: -100.0, 49: 0.25}
+    expected = SequenceBiasLogitsProcessor([[[token], bias] for token, bias in biases.items()])(
+        torch.tensor([[1]]), values
+    )
+    assert torch.equal(_processed(values[0], asking(logit_bias=tuple(biases.items()))), expected[0])
+
+
+def test_suppressed_tokens_are_never_chosen() -> None:
+    values = logits(1)
+    likely = values[0].topk(3).indices.tolist()
+    expected = MinNewTokensLengthLogitsProcessor(0, 1, likely)(torch.empty(1, 0, dtype=torch.long), values)
+    own = asking(suppressed=likely, logit_bias=((likely[0], 100.0),))
+    processed = _processed(values[0], own)
+    assert torch.equal(processed, expected[0])
+    drawn = {sample(values, [row(seed=seed, temperature=2.0, processing=own)])[0] for seed in range(200)}
+    assert not drawn & set(likely)
+    assert sample(values, [row(temperature=0.0, processing=own)]) == [int(expected.argmax())]
+
+
+@pytest.mark.parametrize(("min_p", "temperature"), [(0.05, 1.0), (0.3, 2.0), (1.0, 1.0)])
+def test_min_p_keeps_what_that_of_transformers_keeps(min_p: float, temperature: float) -> None:
+    values = logits(1, seed=4, vocab=16)
+    scores = MinPLogitsWarper(min_p)(None, TemperatureLogitsWarper(temperature)(None, values))
+    probabilities = torch.softmax(scores[0], -1)
+    own = asking(min_p=min_p)
+    drawn = {sample(values, [row(seed=s, temperature=temperature, processing=own)])[0] for s in range(800)}
+    assert drawn <= set(probabilities.nonzero()[:, 0].tolist())
+    assert {token for token in range(16) if probabilities[token] > 0.02} <= drawn
+
+
+@pytest.mark.parametrize("token", [0, 17, 49])
+def test_the_largest_bias_forces_a_token_and_the_smallest_bans_it(token: int) -> None:
+    values = logits(1)
+    for temperature in (0.0, 1.0):
+        forced = [
+            row(temperature=temperature, seed=seed, processing=asking(logit_bias=((token, 100.0),)))
+            for seed in range(20)
+        ]
+        assert sample(values.expand(20, -1), forced) == [token] * 20
+        banned = [
+            row(temperature=temperature, seed=seed, processing=asking(logit_bias=((token, -100.0),)))
+            for seed in range(20)
+        ]
+        assert token not in sample(values.expand(20, -1), banned)
+
+
+def test_the_order_is_processors_then_temperature_then_filters() -> None:
+    values = logits(1, vocab=30)
+    own = asking(prompt=[1, 2], generated=[3], repetition_penalty=1.7, min_p=0.02, logit_bias=((4, 2.0),))
+    chain = LogitsProcessorList(
+        [
+            RepetitionPenaltyLogitsProcessor(1.7),
+            SequenceBiasLogitsProcessor([[[4], 2.0]]),
+            TemperatureLogitsWarper(1.4),
+            TopKLogitsWarper(12),
+            TopPLogitsWarper(0.9),
+            MinPLogitsWarper(0.02),
+        ]
+    )
+    probabilities = torch.softmax(chain(torch.tensor([[1, 2, 3]]), values.clone())[0], -1)
+    num = 3000
+    counts = torch.zeros(30)
+    for seed in range(num):
+        wanted = row(seed=seed, temperature=1.4, top_k=12, top_p=0.9, processing=own)
+        counts[sample(values, [wanted])[0]] += 1
+    assert not counts[probabilities == 0].any()
+    deviation = (num * probabilities * (1 - probabilities)).sqrt()
+    assert bool(((counts - num * probabilities).abs() <= 5 * deviation).all())
+
+
+def test_the_given_logits_are_not_changed() -> None:
+    values = logits(2)
+    before = values.clone()
+    own = asking(prompt=[1], generated=[2], repetition_penalty=2.0, presence_penalty=1.0, suppressed=[3], logprobs=2)
+    own = msgspec.structs.replace(own, logit_bias=((5, 9.0),), min_p=0.5)
+    sample(values, [row(temperature=0.0, processing=own), row(temperature=1.0, processing=own)])
+    assert torch.equal(values, before)
+
+
+@pytest.mark.parametrize("penalty", [5e-324, 1e-40, 1e40, 1.7e308])
+@pytest.mark.parametrize("temperature", [0.0, 1e-6, 1.0, 100.0])
+def test_no_penalty_breaks_a_draw(penalty: float, temperature: float) -> None:
+    values = logits(1)
+    values[0, :3] = torch.tensor([0.0, -torch.inf, 1e20])
+    own = asking(prompt=list(range(VOCAB)), repetition_penalty=penalty, suppressed=[2], min_p=0.1)
+    (token,) = sample(values, [row(temperature=temperature, processing=own)])
+    assert 0 <= token < VOCAB
+    assert token != 2
+
+
+processings = st.builds(
+    Processing,
+    prompt=st.lists(st.integers(0, VOCAB - 1), max_size=5),
+    generated=st.lists(st.integers(0, VOCAB - 1), max_size=5),
+    min_p=st.sampled_from([0.0, 0.1]),
+    repetition_penalty=st.sampled_from([0.7, 1.0, 1.5]),
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    logit_bias=st.lists(st.tuples(st.integers(0, VOCAB - 1), st.floats(-100, 100)), max_size=3).map(tuple),
+    suppressed=st.lists(st.integers(0, VOCAB - 1), max_size=3),
+    logprobs=st.none() | st.integers(0, 20),
+)
+any_rows = st.builds(
+    row,
+    seed=st.integers(0, 2**63 - 1),
+    position=st.integers(1, 1000),
+    temperature=st.sampled_from([0.0, 0.6, 1.0, 1.7]),
+    top_k=st.sampled_from([0, 5]),
+    top_p=st.sampled_from([0.8, 1.0]),
+    processing=st.none() | processings,
+)
+
+
+@settings(max_examples=60)
+@given(st.lists(any_rows, min_size=1, max_size=6), st.randoms(use_true_random=False))
+def test_a_row_that_asks_for_anything_gets_the_same_in_any_batch(rows: list[SampledRow], chance: Any) -> None:
+    values = logits(len(rows))
+    arrived = [msgspec.msgpack.decode(msgspec.msgpack.encode(each), type=SampledRow) for each in rows]
+    alone = [sample(values[index][None], [each])[0] for index, each in enumerate(rows)]
+    order = list(range(len(rows)))
+    chance.shuffle(order)
+    together = [arrived[index] for index in order]
+    tokens = sample(values[order], together)
+    assert tokens == [alone[index] for index in order]
+    own = [(logprobs_of(values[i][None], [rows[i]], [alone[i]]) or [None])[0] for i in order]
+    assert (logprobs_of(values[order], together, tokens) or [None] * len(rows)) == own
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num", [0, 1, 5, 20, 60])
+def test_logprobs_are_those_of_the_raw_logits(dtype: torch.dtype, num: int) -> None:
+    values = logits(3).to(dtype)
+    own = asking(logprobs=num, logit_bias=((7, 100.0),))
+    rows = [row(temperature=0.0, processing=own), row(), row(temperature=0.1, processing=own)]
+    tokens = sample(values, rows)
+    assert (tokens[0], tokens[2]) == (7, 7)
+    answers = logprobs_of(values, rows, tokens)
+    assert answers[1] is None
+    for index in (0, 2):
+        expected = torch.log_softmax(values[index].double(), -1)
+        answer = answers[index]
+        assert answer is not None
+        assert answer.logprob == pytest.approx(float(expected[7]), abs=1e-5)
+        assert len(answer.top) == min(num, VOCAB)
+        ids = [token for token, _ in answer.top]
+        order = sorted(range(VOCAB), key=lambda token, chances=expected: (-float(chances[token]), token))
+        assert ids == order[:num]
+        assert [value for _, value in answer.top] == pytest.approx(expected[ids].tolist(), abs=1e-5)
+
+
+def test_of_equal_logprobs_the_first_tokens_are_reported() -> None:
+    values = torch.zeros(1, VOCAB)
+    values[0, 30:40] = 2.0
+    (answer,) = logprobs_of(values, [row(temperature=0.0, processing=asking(logprobs=4))], [30])
+    assert answer is not None
+    assert [token for token, _ in answer.top] == [30, 31, 32, 33]
+    assert answer.top[0][1] == answer.logprob
+
+
+@pytest.mark.parametrize("bad", [-torch.inf, torch.nan])
+def test_logprobs_are_numbers_that_json_has(bad: float) -> None:
+    values = logits(1)
+    values[0, 3] = bad
+    (answer,) = logprobs_of(values, [row(processing=asking(logprobs=VOCAB))], [3])
+    assert isinstance(answer, TokenLogprobs)
+    assert answer.logprob == -9999.0
+    assert len(answer.top) == VOCAB
+    assert all(math.isfinite(value) for _, value in answer.top)
+
+
+def test_without_a_wish_nothing_is_reported() -> None:
+    assert logprobs_of(logits(2), [row(), row(processing=asking(min_p=0.5))], [1, 2]) == []
 
 
 def test_no_rows() -> None:

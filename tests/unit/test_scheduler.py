@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.unit.fakes import EOS, VOCAB, SlotModel, continuation
 from ts_pippy_handler.errors import InvalidRequestError, OverloadedError
 from ts_pippy_handler.kv_cache import BlockAllocator
-from ts_pippy_handler.request import FinishReason, SamplingParams, TokenEvent
+from ts_pippy_handler.request import FinishReason, Processing, SampledRow, SamplingParams, TokenEvent, TokenLogprobs
 from ts_pippy_handler.scheduler import Limits, Scheduler, Step
 
 MAX_STEPS = 20_000
@@ -47,6 +47,7 @@ class Run:
     in_flight: deque[tuple[Step, list[int]]] = field(default_factory=deque)
     tokens: dict[int, list[int]] = field(default_factory=dict)
     ends: dict[int, list[FinishReason]] = field(default_factory=dict)
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
 
     def add(self, number: int, prompt: list[int], wanted: SamplingParams) -> None:
@@ -54,6 +55,7 @@ class Run:
         self.scheduler.add(number, prompt, wanted)
         self.tokens[number] = []
         self.ends[number] = []
+        self.logprobs[number] = []
 
     def step(self) -> bool:
         """Do one thing; False when there is nothing to do."""
@@ -64,7 +66,8 @@ class Run:
             self.steps.append(step)
             self.in_flight.append((step, self.model.run(step.batch)))
         elif self.in_flight:
-            for number, event in scheduler.commit(*self.in_flight.popleft()):
+            done, token_ids = self.in_flight.popleft()
+            for number, event in scheduler.commit(done, token_ids, fake_logprobs(done.batch.sampled, token_ids)):
                 self._take(number, event)
         else:
             assert scheduler.num_running + scheduler.num_waiting == 0, "requests are left, but nothing runs"
@@ -82,9 +85,20 @@ class Run:
         assert not self.ends[number], f"request {number} goes on after its end"
         if event.token_id is not None:
             self.tokens[number].append(event.token_id)
+        if event.logprobs is not None:
+            self.logprobs[number].append(event.logprobs)
         if event.finish_reason is not None:
             self.ends[number].append(event.finish_reason)
             self.scheduler.finish(number)
+
+
+def fake_logprobs(rows: Sequence[SampledRow], token_ids: Sequence[int]) -> list[TokenLogprobs | None]:
+    """Return logprobs that tell which token they belong to."""
+    answers = [
+        None if row.num_logprobs is None else TokenLogprobs(-float(token), [(token, 0.0)] * row.num_logprobs)
+        for row, token in zip(rows, token_ids, strict=True)
+    ]
+    return answers if any(answers) else []
 
 
 def run_all(scheduler: Scheduler, prompts: Sequence[list[int]], wanted: SamplingParams) -> Run:
@@ -123,6 +137,8 @@ def traffic(draw: st.DrawFn) -> Traffic:
             draw(st.integers(1, 16)),
             ignore_eos=draw(st.booleans()),
             only_logits=draw(st.integers(0, 9)) == 0,
+            stop_token_ids=tuple(draw(st.lists(st.integers(0, VOCAB - 1), max_size=12))),
+            logprobs=draw(st.sampled_from([None, 0, 2])),
         )
         for _ in range(num)
     ]
@@ -186,6 +202,10 @@ def test_any_traffic_equals_one_request_at_a_time(case: Traffic) -> None:
         else:
             assert run.tokens[number] == tokens
             assert run.ends[number] == [reason]
+        expected = run.tokens[number] if wanted.logprobs is not None else []
+        assert run.logprobs[number] == [
+            TokenLogprobs(-float(token), [(token, 0.0)] * (wanted.logprobs or 0)) for token in expected
+        ], "one for each token, none twice"
     assert run.scheduler.allocator.num_used == 0
     for step in run.steps:
         assert 1 <= step.batch.num_tokens <= case.limits["max_batch_tokens"]
@@ -253,6 +273,83 @@ def test_sampling_parameters_travel_with_their_row() -> None:
         11,
     )
     assert (second.row, second.position, second.temperature, second.seed) == (2, 1, 0.0, 0)
+
+
+def test_plain_rows_carry_nothing_else() -> None:
+    run = run_all(make(), PROMPTS, params(4, temperature=0.5, top_k=3, top_p=0.5, seed=1, stop_token_ids=(98,)))
+    assert {row.processing for step in run.steps for row in step.batch.sampled} == {None}
+    logits = Run(make())
+    logits.add(0, [1, 2], params(1, only_logits=True, min_p=0.5, logprobs=3))
+    logits.to_end()
+    assert [row.processing for row in logits.steps[0].batch.sampled] == [None, None]
+
+
+@pytest.mark.parametrize("restart_at", [None, 5, 9])
+def test_a_row_carries_the_tokens_its_penalties_look_at(restart_at: int | None) -> None:
+    wanted = {
+        0: params(12, repetition_penalty=1.2),
+        1: params(12, presence_penalty=0.5),
+        2: params(12, frequency_penalty=0.5),
+        3: params(12, min_p=0.1, logit_bias=((3, 1.0),), logprobs=2),
+    }
+    run = Run(make(num_blocks=13, num_in_flight=2, max_batch_tokens=9))
+    for number, each in wanted.items():
+        run.add(number, PROMPTS[number], each)
+    time = 0
+    while run.step():
+        time += 1
+        if time == restart_at:
+            run.in_flight.clear()
+            run.scheduler.restart()
+    seen: dict[int, set[int]] = {number: set() for number in wanted}
+    for step in run.steps:
+        rows = iter(step.batch.sampled)
+        for sequence, num_rows in step.sampled:
+            assert num_rows == 1
+            number, row = sequence.number, next(rows)
+            prompt, each = PROMPTS[number], wanted[number]
+            done = row.position - len(prompt)
+            seen[number].add(done)
+            assert row.processing == Processing(
+                prompt=prompt if number == 0 else [],
+                generated=run.tokens[number][:done] if number < 3 else [],
+                min_p=each.min_p,
+                repetition_penalty=each.repetition_penalty,
+                presence_penalty=each.presence_penalty,
+                frequency_penalty=each.frequency_penalty,
+                logit_bias=each.logit_bias,
+                suppressed=[],
+                logprobs=each.logprobs,
+            )
+    assert all(steps == set(range(12)) for steps in seen.values())
+
+
+@pytest.mark.parametrize(("ignore_eos", "suppressed"), [(False, [EOS, 5, 8]), (True, [5, 8])])
+def test_what_ends_a_text_is_suppressed_until_there_are_enough_tokens(ignore_eos: bool, suppressed: list[int]) -> None:
+    run = Run(make())
+    wanted = params(5, ignore_eos=ignore_eos, stop_token_ids=(8, 5), min_tokens=3)
+    prompt = next([token] for token in range(1, VOCAB) if not {EOS, 5, 8} & set(continuation([token], params(5))[0]))
+    run.add(0, prompt, wanted)
+    run.to_end()
+    rows = [step.batch.sampled[0].processing for step in run.steps]
+    assert [row.suppressed for row in rows if row] == [suppressed] * 3 + [[], []]
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_stop_token_ends_a_request(ignore_eos: bool) -> None:
+    prompt = PROMPTS[2]
+    tokens = continuation(prompt, params(20))[0]
+    stop = next(token for token in tokens[3:] if token != EOS)
+    run = run_all(make(), [prompt], params(20, ignore_eos=ignore_eos, stop_token_ids=(stop, 96)))
+    assert run.tokens[0] == tokens[: tokens.index(stop) + 1]
+    assert run.ends[0] == [FinishReason.STOP]
+
+
+def test_more_tokens_at_least_than_at_most_are_refused() -> None:
+    make().check(3, params(4, min_tokens=4))
+    message = r"^min_tokens is 5, but at most 4 new tokens \(max_new_tokens\) are generated$"
+    with pytest.raises(InvalidRequestError, match=message):
+        make().check(3, params(4, min_tokens=5))
 
 
 def test_requests_are_spread_over_the_batches_in_flight() -> None:

@@ -121,6 +121,17 @@ def test_a_pipeline_that_fails_meanwhile(model_dir: Path, mode: str) -> None:
     assert ctx.statuses == {0: (503, "Service Unavailable")}
 
 
+def test_logprobs_when_asked(model_dir: Path) -> None:
+    sent = {"body": {"prompt": "ab", "max_new_tokens": 2, "logprobs": 1}}
+    (answer,) = call(make(model_dir, Answering()), [sent], context(1))
+    assert answer == body("ab", 2) | {
+        "logprobs": [
+            {"token_id": token, "logprob": -float(index), "top": [{"token_id": token, "logprob": -0.5}]}
+            for index, token in enumerate(body("ab", 2)["token_ids"])
+        ]
+    }
+
+
 def test_several_prompts_give_a_list(model_dir: Path) -> None:
     ctx = context(1)
     answers = call(make(model_dir, Answering()), [{"body": {"prompt": ["ab", "c"], "max_new_tokens": 2}}], ctx)
