@@ -167,15 +167,15 @@ class BlockAllocator:
         for block, counted in enumerate(self._num_owners):
             if counted != owners[block]:
                 raise PippyError(f"cache block {block} has {owners[block]} owners, but {counted} are counted")
-        if self._num_in_free != sum(count for _, count in self._free):
-            raise PippyError(f"{self._num_in_free} free cache blocks are counted, not what the list of gaps holds")
+        num_in_free = sum(count for _, count in self._free)
+        if self._num_in_free != num_in_free:
+            raise PippyError(f"{self._num_in_free} free cache blocks are counted, not {num_in_free}")
 
     def _find(self, wanted: int, behind: int | None) -> tuple[int, int]:
         """Choose up to ``wanted`` consecutive unowned blocks: in place of growth, else in the largest free gap.
 
         Kept blocks are spared while there is a gap worth the name. After that a request grows over old ones behind
-        it; else it takes the oldest: a new request from the first of those released together, to grow into the rest,
-        one that grows from the end, with some room.
+        it; else it takes the oldest, from the first of those released together, to grow into the rest.
         """
         if behind is not None and self._is_empty(behind):
             return behind, self._reach(behind, wanted, self._is_empty)
@@ -184,8 +184,10 @@ class BlockAllocator:
             return first, min(wanted, count)
         if behind is not None and self._is_cheap(behind):
             return behind, self._reach(behind, wanted, self._is_cheap)
-        first = self._known.first_of_coldest(self.num_blocks if behind is None else self._room)
-        return first, self._reach(first, wanted, self._is_cheap)
+        first = self._known.first_of_coldest(max(wanted, self._room))
+        return first, self._reach(
+            first, wanted, lambda block: self._known.are_together(first, block) or self._is_cheap(block)
+        )
 
     def _reach(self, first: int, wanted: int, is_fit: Callable[[int], bool]) -> int:
         """Return how many blocks from a fit ``first`` on are fit, up to ``wanted``."""

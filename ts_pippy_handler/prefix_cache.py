@@ -83,17 +83,26 @@ class KnownBlocks:
         self._block_of.clear()
         return kept
 
-    def first_of_coldest(self, at_most: int) -> int:
-        """Return where the least recently used blocks begin: up to ``at_most`` that lie in a row, released together."""
+    def first_of_coldest(self, most_of_newest: int) -> int:
+        """Return where the least recently used blocks begin: those that lie in a row and were released together.
+
+        When they are the last ones released, perhaps by a request that had to make room and will be back, it is only
+        the end of them, ``most_of_newest`` blocks.
+        """
         block, released = next(iter(self._kept.items()))
-        while at_most > 1 and self._kept.get(block - 1) == released:
+        end = block + 1
+        while self._kept.get(block - 1) == released and (released < self._now or end - block < most_of_newest):
             block -= 1
-            at_most -= 1
         return block
 
+    def are_together(self, block: int, other: int) -> bool:
+        """Whether a kept block and another were released at once."""
+        return self._kept[block] == self._kept.get(other)
+
     def is_cold(self, block: int) -> bool:
-        """Whether a kept block belongs to the older half, which new contents may replace first."""
-        return 2 * (self._now - self._kept[block]) >= self._now - next(iter(self._kept.values()))
+        """Whether a kept block belongs to the older half, which new contents may replace first, and not to the last."""
+        age = self._now - self._kept[block]
+        return age > 0 and 2 * age >= self._now - next(iter(self._kept.values()))
 
     def check_integrity(self, owned: Collection[int]) -> list[int]:
         """Check that names and blocks belong together and that every named block is kept or owned.

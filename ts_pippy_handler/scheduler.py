@@ -187,13 +187,18 @@ class Scheduler:
         ready = sorted(
             (s for s in self._running.values() if s.num_unscheduled and not s.is_awaited), key=lambda s: s.last_batch
         )
+        for_prompts = self._prompt_budget(ready)
         appended: list[tuple[RequestState, int]] = []
         for sequence in ready:
             budget = self.limits.max_batch_tokens - step.batch.num_tokens
             if rows == len(step.batch.segments) or budget < 1 or not self._mixes(step.batch, sequence):
                 break
-            if sequence.number in self._running:  # it may have been evicted for one before it
-                appended.append((sequence, self._append(step, sequence, budget)))
+            is_prompt = sequence.num_unscheduled > 1
+            budget = min(budget, for_prompts) if is_prompt else budget
+            if sequence.number in self._running and budget:  # it may have been evicted for one before it
+                num_tokens = self._append(step, sequence, budget)
+                appended.append((sequence, num_tokens))
+                for_prompts -= num_tokens if is_prompt else 0
         if not step.batch.segments:
             return None
         self._num_batches += 1
@@ -276,6 +281,12 @@ class Scheduler:
         """Spread the requests over the batches in flight: as few and large batches as keep every stage busy."""
         active = min(len(self._running) + len(self._waiting), self.limits.max_running)
         return -(-active // self.limits.num_in_flight)
+
+    def _prompt_budget(self, ready: Sequence[RequestState]) -> int:
+        """Return how many tokens of a batch prompts may take: what decoding leaves, but at least half of it."""
+        num_decoding = sum(sequence.num_unscheduled == 1 for sequence in ready)
+        most = self.limits.max_batch_tokens
+        return max(most - num_decoding, -(-most // 2))
 
     @staticmethod
     def _mixes(batch: Batch, sequence: RequestState) -> bool:
