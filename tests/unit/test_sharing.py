@@ -204,7 +204,7 @@ def test_a_stream_of_long_prompts_does_not_stop_a_decoding_request() -> None:
 
 
 def test_decoding_requests_do_not_stop_a_prompt() -> None:
-    run = Run(make(max_batch_tokens=4, max_running=20))
+    run = Run(make(max_batch_tokens=4, max_running=20, num_blocks=200))
     for number in range(12):
         run.add(number, [number + 1], params(40))
     for _ in range(20):
