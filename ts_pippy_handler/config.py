@@ -84,6 +84,9 @@ class PippyConfig(BaseModel):
     kv_cache_tokens: Int | None = Field(None, ge=1)
     """Tokens the key/value cache of every stage holds. By default what a quarter of the free memory of the
     smallest rank holds, at most what ``max_running_requests`` full windows need."""
+    prefix_caching: bool = True
+    """Whether requests that begin with the same tokens share their cache, in whole blocks: what one computed, running
+    or finished, later ones need not. How fast a first token comes may tell a client what others asked."""
     max_batch_tokens: Int = Field(512, ge=1)
     """Prompt and decode tokens in one batch; longer prompts run in chunks."""
     max_running_requests: Int = Field(64, ge=1)

@@ -93,7 +93,8 @@ def make_scheduler(loaded: LoadedRank, config: ServingConfig) -> Scheduler:
         num_in_flight=pippy.chunks or loaded.group.place.world_size,
     )
     allocator = BlockAllocator(loaded.num_slots // pippy.block_size, pippy.block_size)
-    return Scheduler(allocator, limits, eos_token_ids(config.handler.model_path))
+    eos = eos_token_ids(config.handler.model_path)
+    return Scheduler(allocator, limits, eos, prefix_caching=pippy.prefix_caching)
 
 
 def eos_token_ids(model_path: str) -> list[int]:

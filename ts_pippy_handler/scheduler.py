@@ -8,16 +8,19 @@ form the next batch, so that every stage has work. A request's tokens are its pr
 
 A step sends the unsent tokens, the prompt in chunks where the token budget asks for it; when the last one was sent
 its logits give the next token. When the cache is full, the youngest request gives its blocks back and starts over.
+Requests that begin with the same blocks of tokens share them, once a batch has carried them to the stages.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from ts_pippy_handler.errors import InvalidRequestError, OverloadedError
 from ts_pippy_handler.kv_cache import BlockAllocator
+from ts_pippy_handler.prefix_cache import extend_names
 from ts_pippy_handler.request import (
     Batch,
     FinishReason,
@@ -53,6 +56,11 @@ class RequestState:
     is_awaited: bool = False
     """Whether a batch in flight will bring its next token."""
     last_batch: int = -1
+    """The batch that carried it last, or the newest one when it was admitted; the least comes first."""
+    num_shared: int = 0
+    """Tokens found in the cache when it was admitted."""
+    block_names: list[bytes] = field(default_factory=list)
+    """Names of its full blocks, as far as they were needed (see :mod:`~ts_pippy_handler.prefix_cache`)."""
     is_processed: bool = False
     """Whether it asks for more than temperature, top_k and top_p."""
 
@@ -90,15 +98,34 @@ class Step:
 
 
 class Scheduler:
-    """Owns every request from :meth:`add` to its finishing event."""
+    """Owns every request from :meth:`add` to its finishing event.
 
-    def __init__(self, allocator: BlockAllocator, limits: Limits, eos_token_ids: Collection[int] = ()) -> None:
+    Args:
+        allocator: The cache, of which the scheduler is the only user.
+        limits: What bounds it.
+        eos_token_ids: Ids that end a text.
+        prefix_caching: Whether requests share cached tokens that they have in common.
+    """
+
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        limits: Limits,
+        eos_token_ids: Collection[int] = (),
+        *,
+        prefix_caching: bool = True,
+    ) -> None:
         self.allocator = allocator
         self.limits = limits
         self.eos_token_ids = frozenset(eos_token_ids)
         self._waiting: deque[RequestState] = deque()
         self._running: dict[int, RequestState] = {}
         self._num_batches = 0
+        self._prefix_caching = prefix_caching
+        self.num_prefix_hits = 0
+        """Prompt tokens that were found in the cache instead of computed, since the start."""
+        self.num_prompt_computed = 0
+        """Prompt tokens that were computed, again after evictions too, since the start."""
 
     @property
     def num_running(self) -> int:
@@ -176,6 +203,7 @@ class Scheduler:
             sequence = self._running[number]
             sequence.is_awaited = False
             self._evict(sequence)
+        self.allocator.forget_contents()
         for waiting in self._waiting:  # evicted earlier, with a result under way that will not come
             waiting.is_awaited = False
         return numbers
@@ -188,15 +216,24 @@ class Scheduler:
         ready = sorted(
             (s for s in self._running.values() if s.num_unscheduled and not s.is_awaited), key=lambda s: s.last_batch
         )
+        for_prompts = self._prompt_budget(ready)
+        appended: list[tuple[RequestState, int]] = []
         for sequence in ready:
             budget = self.limits.max_batch_tokens - step.batch.num_tokens
             if rows == len(step.batch.segments) or budget < 1 or not self._mixes(step.batch, sequence):
                 break
-            if sequence.number in self._running:  # it may have been evicted for one before it
-                self._append(step, sequence, min(budget, sequence.num_unscheduled))
+            is_prompt = sequence.num_unscheduled > 1
+            budget = min(budget, for_prompts) if is_prompt else budget
+            if sequence.number in self._running and budget:  # it may have been evicted for one before it
+                num_tokens = self._append(step, sequence, budget)
+                appended.append((sequence, num_tokens))
+                for_prompts -= num_tokens if is_prompt else 0
         if not step.batch.segments:
             return None
         self._num_batches += 1
+        # Only now: no request of this batch may read what the batch itself writes.
+        for sequence, num_tokens in appended:
+            self._register(sequence, num_tokens)
         return step
 
     def commit(
@@ -241,29 +278,77 @@ class Scheduler:
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self.limits.max_running:
             sequence = self._waiting[0]
-            if sequence.is_awaited or not self.allocator.allocate(sequence.number, len(sequence.tokens)):
+            if sequence.is_awaited or not self._share(sequence):
                 return
+            sequence.last_batch = self._num_batches - 1  # those that rested longer go first, however many come
             self._running[sequence.number] = self._waiting.popleft()
+
+    def _share(self, sequence: RequestState) -> bool:
+        """Give a request cache for all its tokens, counting as scheduled those that are there; False without room."""
+        num_blocks = self.allocator.admit(sequence.number, len(sequence.tokens), self._sharable(sequence))
+        if num_blocks is None:
+            return False
+        sequence.num_scheduled = sequence.num_shared = num_blocks * self.allocator.block_size
+        return True
+
+    def _sharable(self, sequence: RequestState) -> list[bytes]:
+        """Return the names of the blocks that the request could share: all but what holds its last token.
+
+        The last token is computed in any case, for its logits; where logits of all tokens are wanted, all are.
+        """
+        if not self._prefix_caching or sequence.params.only_logits:
+            return []
+        num_blocks = (len(sequence.tokens) - 1) // self.allocator.block_size
+        extend_names(sequence.block_names, sequence.tokens, self.allocator.block_size, num_blocks)
+        return sequence.block_names[:num_blocks]
+
+    def _begin(self, sequence: RequestState) -> None:
+        """Before a request's first batch, share what became known since it was admitted, and count."""
+        names = self._sharable(sequence)
+        if self.allocator.count_known(names) * self.allocator.block_size > sequence.num_shared:
+            self.allocator.free(sequence.number)
+            has_room = self._share(sequence)
+            assert has_room, "the same request with fewer blocks of its own"
+        self.num_prefix_hits += min(sequence.num_shared, sequence.num_prompt)
+
+    def _register(self, sequence: RequestState, num_tokens: int) -> None:
+        """Let others share the blocks that the last ``num_tokens`` scheduled tokens made full."""
+        size = self.allocator.block_size
+        num_full = sequence.num_scheduled // size
+        if self._prefix_caching and num_full > (sequence.num_scheduled - num_tokens) // size:
+            extend_names(sequence.block_names, sequence.tokens, size, num_full)
+            self.allocator.register(sequence.number, sequence.block_names[:num_full])
 
     def _rows_per_batch(self) -> int:
         """Spread the requests over the batches in flight: as few and large batches as keep every stage busy."""
         active = min(len(self._running) + len(self._waiting), self.limits.max_running)
         return -(-active // self.limits.num_in_flight)
 
+    def _prompt_budget(self, ready: Sequence[RequestState]) -> int:
+        """Return how many tokens of a batch prompts may take: what decoding leaves, but at least half of it."""
+        num_decoding = sum(sequence.num_unscheduled == 1 for sequence in ready)
+        most = self.limits.max_batch_tokens
+        return max(most - num_decoding, -(-most // 2))
+
     @staticmethod
     def _mixes(batch: Batch, sequence: RequestState) -> bool:
         """Whether the request may join: logits are returned for all rows of a batch or for none."""
         return not batch.segments or batch.return_logits == sequence.params.only_logits
 
-    def _append(self, step: Step, sequence: RequestState, num_tokens: int) -> None:
+    def _append(self, step: Step, sequence: RequestState, budget: int) -> int:
+        """Put the request's next tokens into the batch; return how many."""
         batch = step.batch
-        if not self._reserve(sequence, sequence.num_scheduled + num_tokens, batch.number):
-            return
+        if sequence.num_scheduled == sequence.num_shared:
+            self._begin(sequence)
         start = sequence.num_scheduled
+        num_tokens = min(budget, sequence.num_unscheduled)
+        if not self._reserve(sequence, start + num_tokens, batch.number):
+            return 0
         batch.token_ids.extend(sequence.tokens[start : start + num_tokens])
         batch.segments.append(Segment(num_tokens, start, self.allocator.slots(sequence.number)))
         sequence.num_scheduled += num_tokens
         sequence.last_batch = batch.number
+        self.num_prompt_computed += max(min(sequence.num_scheduled, sequence.num_prompt) - start, 0)
         only_logits = sequence.params.only_logits
         if only_logits:
             step.batch = Batch(batch.number, batch.token_ids, batch.segments, batch.sampled, return_logits=True)
@@ -273,6 +358,7 @@ class Scheduler:
             batch.sampled.extend(_sampled_row(row, sequence, processing) for row in range(first, batch.num_tokens))
             step.sampled.append((sequence, batch.num_tokens - first))
             sequence.is_awaited = True
+        return num_tokens
 
     def _processing(self, sequence: RequestState) -> Processing:
         params, tokens, num_prompt = sequence.params, sequence.tokens, sequence.num_prompt
@@ -293,22 +379,23 @@ class Scheduler:
     def _reserve(self, sequence: RequestState, num_tokens: int, batch_number: int) -> bool:
         """Make sure the cache holds ``num_tokens`` of the request, evicting younger requests if it must.
 
-        Requests that are in the batch already keep their cache: two owners must not write a slot in one pass.
+        Requests that are in the batch already keep their cache: two owners must not write a slot in one pass. For
+        them an older request waits, with its cache, and comes first in the next batch; so the oldest goes on always.
         """
         while not self.allocator.allocate(sequence.number, num_tokens):
-            evictable = [other for other in self._running.values() if other.last_batch != batch_number]
-            youngest = max(evictable, key=lambda other: other.number)
-            self._evict(youngest)
+            youngest = max(self._running.values(), key=lambda other: (other.last_batch != batch_number, other.number))
+            if youngest is not sequence or max(self._running) == sequence.number:
+                self._evict(youngest)
             if youngest is sequence:
                 return False
         return True
 
     def _evict(self, sequence: RequestState) -> None:
-        """Take a request's cache away; it waits in front and is computed again from its known tokens."""
+        """Take a request's cache away; it waits before all younger ones and is computed again from its tokens."""
         del self._running[sequence.number]
         self.allocator.free(sequence.number)
-        sequence.num_scheduled = 0
-        self._waiting.appendleft(sequence)
+        sequence.num_scheduled = sequence.num_shared = 0
+        self._waiting.insert(bisect.bisect(self._waiting, sequence.number, key=lambda other: other.number), sequence)
 
     def _advance(self, sequence: RequestState, token_id: int, logprobs: TokenLogprobs | None) -> TokenEvent:
         params = sequence.params

@@ -35,6 +35,7 @@ GOOD_PIPPY: dict[str, list[Any]] = {
     "step_timeout": [0.1, 3600],
     "threads_per_rank": [1, 8, None],
     "pack_weights": [True, False],
+    "prefix_caching": [True, False],
     "interface": ["eth1", None],
 }
 GOOD_HANDLER: dict[str, list[Any]] = {
@@ -77,6 +78,7 @@ BAD_PIPPY: list[tuple[str, Any, str]] = [
     ("step_timeout", 0, "pippy.step_timeout: must be a number, above 0, got 0"),
     ("threads_per_rank", 0, "pippy.threads_per_rank: must be a whole number, at least 1, got 0"),
     ("pack_weights", "maybe", "pippy.pack_weights: must be true or false, got 'maybe'"),
+    ("prefix_caching", "maybe", "pippy.prefix_caching: must be true or false, got 'maybe'"),
     ("interface", 5, "pippy.interface: must be a text, got 5"),
 ]
 BAD_HANDLER: list[tuple[str, Any, str]] = [
