@@ -11,7 +11,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "ts_pippy_handler"
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
-LIGHT = ["archive", "config", "errors", "kv_cache", "partition", "request", "scheduler", "validation"]
+LIGHT = ["archive", "config", "errors", "kv_cache", "meter", "partition", "request", "scheduler", "validation"]
 
 
 def imported(module: str) -> set[str]:

@@ -7,6 +7,7 @@
     │   └── UnsupportedModelError 500  unsupported_model the architecture cannot be split exactly
     ├── InvalidRequestError       400  invalid_request   what the client sent cannot be honoured
     ├── OverloadedError           429  overloaded        more requests than the configured limits
+    ├── ServerError               502  server_failed     a server that the bench drives refuses or breaks off
     └── PipelineError             503  pipeline_failed   a rank died, stopped or raised while serving
         └── RankLostError         503  pipeline_failed   a rank is gone: its connection closed
 
@@ -65,6 +66,13 @@ class OverloadedError(PippyError):
 
     status = 429
     code = "overloaded"
+
+
+class ServerError(PippyError):
+    """A server that the bench drives cannot be reached, refuses, or breaks off."""
+
+    status = 502
+    code = "server_failed"
 
 
 class PipelineError(PippyError):

@@ -14,6 +14,7 @@ TREE = {
     errors.UnsupportedModelError: (errors.LoadError, 500, "unsupported_model"),
     errors.InvalidRequestError: (errors.PippyError, 400, "invalid_request"),
     errors.OverloadedError: (errors.PippyError, 429, "overloaded"),
+    errors.ServerError: (errors.PippyError, 502, "server_failed"),
     errors.PipelineError: (errors.PippyError, 503, "pipeline_failed"),
     errors.RankLostError: (errors.PipelineError, 503, "pipeline_failed"),
 }
