@@ -85,7 +85,7 @@ def test_stats_of_two_ranks(checkpoints: Checkpoints) -> None:
     assert found["readings"] == [[0, 1]] * 8
     assert (found["end"], found["end again"]) == ("length", "length")
     assert found["counts"] == [[0, 300, 302], [1, 300, 302]]
-    assert found["lost"].startswith("a rank did not answer 'read': ") or found["lost"] == "answered"
+    assert found["lost"].startswith("a rank did not answer 'read': ")
     # Rank 0 went on counting, the other began anew; what was under way with the lost rank is computed twice.
     (_, first_batches, _), second = found["counts again"]
     assert first_batches >= 4
