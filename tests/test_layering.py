@@ -11,7 +11,11 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "ts_pippy_handler"
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
-LIGHT = ["archive", "config", "errors", "kv_cache", "partition", "prefix_cache", "request", "scheduler", "validation"]
+BENCH = ["bench", "bench_cli", "bench_engine", "bench_http", "workload"]
+LIGHT = [
+    *("archive", "config", "errors", "kv_cache", "meter", "partition", "prefix_cache", "request", "scheduler"),
+    *("bench", "bench_cli", "bench_http", "validation", "workload"),
+]
 
 
 def imported(module: str) -> set[str]:
@@ -37,6 +41,20 @@ def test_torchpippy_has_one_importer() -> None:
     assert importers("pippy") == ["tracing"]
 
 
+def test_http_clients_are_the_business_of_the_bench() -> None:
+    assert importers("httpx2") == ["bench_http"]
+
+
+def test_serving_knows_no_bench() -> None:
+    names = {f"ts_pippy_handler.{module}" for module in BENCH}
+    assert [module for module in MODULES if imported(module) & names] == sorted(["cli", *set(BENCH) - {"workload"}])
+
+
+def test_ranks_call_each_other_in_one_place() -> None:
+    users = [module for module in MODULES if "torch.distributed.rpc" in imported(module)]
+    assert users == ["ranks"]
+
+
 @pytest.mark.parametrize("module", LIGHT)
 def test_modules_of_plain_data_import_no_torch(module: str) -> None:
     roots = {name.split(".")[0] for name in imported(module)}
@@ -47,7 +65,7 @@ def test_modules_of_plain_data_import_no_torch(module: str) -> None:
 
 def test_the_engine_knows_no_text_and_no_handlers() -> None:
     own = {name.split(".")[1] for name in imported("engine") if name.startswith("ts_pippy_handler.")}
-    assert not own & {"text", "generator", "payload", "base_pippy_handler", "text_generation_handler", "cli"}
+    assert not own & {"text", "generator", "payload", "base_pippy_handler", "text_generation_handler", "cli", *BENCH}
 
 
 def test_the_environment_is_touched_where_ranks_and_processes_start() -> None:

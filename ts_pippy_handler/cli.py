@@ -1,4 +1,4 @@
-"""The ``ts-pippy`` command: generate without TorchServe, plan a split, package a model.
+"""The ``ts-pippy`` command: generate without TorchServe, plan a split, package a model, measure.
 
 Errors go to standard error in one line with a status other than 0; ``--debug`` shows the traceback instead. Results
 go to standard output, and nothing else does.
@@ -15,12 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ts_pippy_handler import __version__
+from ts_pippy_handler import __version__, bench_cli
 from ts_pippy_handler.config import DTYPES, ServingConfig, load_config
 from ts_pippy_handler.errors import ConfigError, InvalidRequestError, PippyError
 
 if TYPE_CHECKING:
     from ts_pippy_handler.generator import Answer, Prompt, Wishes
+    from ts_pippy_handler.launch import SpawnOptions
 
 _STDERR = 2  # the descriptor: the other ranks' output, whatever it is, must not reach standard output
 
@@ -65,14 +66,16 @@ def _parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_plan(commands)
     _add_package(commands)
+    _add_bench(commands)
     return parser
 
 
-def _command(commands: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
+def _command(commands: Any, name: str, run: Any, text: str, *, needs_model: bool = True) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
     parser.set_defaults(run=run)
-    parser.add_argument("model_dir", metavar="MODEL_DIR", help="directory of a Hugging Face checkpoint")
-    parser.add_argument("--stages", type=int, required=True, metavar="N", help="number of pipeline stages")
+    number = None if needs_model else "?"
+    parser.add_argument("model_dir", metavar="MODEL_DIR", nargs=number, help="directory of a Hugging Face checkpoint")
+    parser.add_argument("--stages", type=int, required=needs_model, metavar="N", help="number of pipeline stages")
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="by default the checkpoint's own")
     parser.add_argument(
         "--split", type=_split, default="time", help="'time' (default), 'memory', or layers per stage: '[10,20]'"
@@ -115,6 +118,11 @@ def _add_package(commands: Any) -> None:
     parser.add_argument("--force", action="store_true", help="replace an existing archive")
 
 
+def _add_bench(commands: Any) -> None:
+    text = "Measure a workload: through the engine, or against a server."
+    bench_cli.add_options(_command(commands, "bench", _bench, text, needs_model=False))
+
+
 def _split(text: str) -> str | list[int]:
     if text in ("time", "memory"):
         return text
@@ -152,7 +160,17 @@ class _AppendIds(_AppendPrompt):
 
 def _config(options: argparse.Namespace) -> ServingConfig:
     handler = {"model_path": options.model_dir} | ({"dtype": options.dtype} if options.dtype else {})
-    return load_config({"pippy": {"split": options.split}, "handler": handler})
+    return load_config({"pippy": {"split": options.split or "time"}, "handler": handler})
+
+
+def _spawn_options(options: argparse.Namespace) -> SpawnOptions:
+    from ts_pippy_handler.launch import SpawnOptions
+
+    return SpawnOptions(
+        stdout=_STDERR,
+        show_progress=sys.stderr.isatty(),
+        log_level="INFO" if options.debug else "WARNING",
+    )
 
 
 def _generate(options: argparse.Namespace) -> int:
@@ -166,12 +184,7 @@ def _generate(options: argparse.Namespace) -> int:
     config = _config(options)
     wishes = _wishes(options)
     tokenizer = Tokenizer.load(config.handler.model_path)
-    spawn = launch.SpawnOptions(
-        stdout=_STDERR,
-        show_progress=sys.stderr.isatty(),
-        log_level="INFO" if options.debug else "WARNING",
-    )
-    engine = launch.start_spawned(config, options.stages, spawn)
+    engine = launch.start_spawned(config, options.stages, _spawn_options(options))
     try:
         generator = Generator(engine, tokenizer, config.handler)
         completions = generator.submit_all([_prompt(each) for each in options.prompts], wishes)
@@ -248,6 +261,28 @@ def _package(options: argparse.Namespace) -> int:
         )
     )
     print(written)
+    return 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from ts_pippy_handler.workload import read_workload
+
+    bench_cli.check(options)
+    if options.url is not None:
+        from ts_pippy_handler import bench_http
+
+        server = bench_cli.server_of(options)
+        workload = read_workload(options.workload, need=server.prompt_field)
+        report = bench_http.run(server, workload, concurrency=options.concurrency)
+    else:
+        from ts_pippy_handler import bench_engine
+
+        config, workload = _config(options), read_workload(options.workload)
+        spawn = _spawn_options(options)
+        report = bench_engine.run(
+            config, options.stages, workload, spawn, concurrency=options.concurrency, outputs=options.save_outputs
+        )
+    print(json.dumps(report.as_dict()) if options.json else report.as_table())
     return 0
 
 

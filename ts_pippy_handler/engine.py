@@ -19,8 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from ts_pippy_handler import meter
 from ts_pippy_handler.errors import InvalidRequestError, PipelineError
 from ts_pippy_handler.loading import LoadedRank
+from ts_pippy_handler.meter import METER, RankStats
 from ts_pippy_handler.request import FinishReason, SamplingParams, TokenEvent
 from ts_pippy_handler.sampling import logprobs_of, sample
 from ts_pippy_handler.scheduler import Scheduler, Step
@@ -29,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 OnEvent = Callable[[TokenEvent], None]
 Revive = Callable[[PipelineError], LoadedRank]
+
+_INT64_BYTES = 8
 
 
 class Engine:
@@ -167,6 +171,20 @@ class Engine:
         """Return and forget the logits [T, V] (float32, CPU) of a finished ``only_logits`` request."""
         return torch.cat(self._logits.pop(number))
 
+    def stats(self, *, reset: bool = False) -> list[RankStats]:
+        """Return what every rank has spent its time on, in the order of the ranks; from any thread, at any time.
+
+        A rank that spawn mode has started anew counts from there.
+
+        Args:
+            reset: Whether the next call counts from here. All readers share the counters.
+
+        Raises:
+            PipelineError: If a rank does not answer within seconds.
+        """
+        answers = self.loaded.group.ask(meter.read, reset)
+        return [RankStats(rank=rank, **answer) for rank, answer in enumerate(answers)]
+
     def close(self, timeout_s: float = 30.0) -> None:
         """Abort what runs, stop the other ranks and leave the group."""
         with self._wake:
@@ -200,6 +218,7 @@ class Engine:
         with self._wake:
             while wait and not (self._incoming or self._closing or self._lost or self._has_work()):
                 self._wake.wait()
+                METER.skip()
             late = self._take_late()
             if self._lost is not None:
                 raise self._lost
@@ -223,28 +242,40 @@ class Engine:
     def _dispatch(self, step: Step) -> torch.Tensor | None:
         """Start a batch; with a single stage, return its logits at once."""
         stage, transport = self.loaded.stage, self.loaded.transport
+        METER.spent("bookkeeping")
+        if transport is not None:
+            transport.send_batch(step.batch)
+            METER.spent("send")
+        outputs = stage.run(step.batch, {})
+        METER.ran(step.batch.num_tokens)
+        METER.spent("compute")
         if transport is None:
-            return stage.run(step.batch, {})[stage.graph.outputs[0]]
-        transport.send_batch(step.batch)
-        transport.send_values(stage.graph.sends, stage.run(step.batch, {}))
+            return outputs[stage.graph.outputs[0]]
+        transport.send_values(stage.graph.sends, outputs)
+        METER.spent("send")
         return None
 
     def _collect(self) -> None:
         """Wait for the oldest batch and tell its requests."""
         step, own_logits = self._in_flight[0]
         batch = step.batch
+        METER.spent("bookkeeping")
         if own_logits is not None:
             token_ids, logits = sample(own_logits, batch.sampled), own_logits
             logprobs = logprobs_of(own_logits, batch.sampled, token_ids)
+            METER.spent("compute")
         else:
             assert self.loaded.transport is not None
             token_ids, logprobs, received = self.loaded.transport.receive_result(batch, self.loaded.vocab_size)
             logits = received if received is not None else torch.empty(0)
+            METER.received(_INT64_BYTES * (1 + len(token_ids)) + logits.nbytes)
+            METER.spent("wait")
         self._in_flight.popleft()
         if batch.return_logits:
             self._keep_logits(step, logits)
         for number, event in self.scheduler.commit(step, token_ids, logprobs):
             self._deliver(number, event)
+        METER.spent("bookkeeping")
 
     def _keep_logits(self, step: Step, logits: torch.Tensor) -> None:
         start = 0
@@ -290,6 +321,7 @@ class Engine:
             self.loaded = self._revive(error)
         except Exception as final:  # noqa: BLE001 - bringing ranks up can fail in any way; requests must hear of it
             self.failure = final if isinstance(final, PipelineError) else PipelineError(str(final))
+        METER.skip()
 
     def _end(self) -> None:
         """Stop the other ranks and give every request its last event."""

@@ -8,6 +8,7 @@
     ├── InvalidRequestError       400  invalid_request   what the client sent cannot be honoured
     ├── NotFoundError             404  not_found         a path or a model that is not here
     ├── OverloadedError           429  overloaded        more requests than the configured limits
+    ├── ServerError               502  server_failed     a server that the bench drives refuses or breaks off
     └── PipelineError             503  pipeline_failed   a rank died, stopped or raised while serving
         └── RankLostError         503  pipeline_failed   a rank is gone: its connection closed
 
@@ -73,6 +74,13 @@ class OverloadedError(PippyError):
 
     status = 429
     code = "overloaded"
+
+
+class ServerError(PippyError):
+    """A server that the bench drives cannot be reached, refuses, or breaks off."""
+
+    status = 502
+    code = "server_failed"
 
 
 class PipelineError(PippyError):

@@ -21,10 +21,10 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,10 +34,13 @@ from ts_pippy_handler.errors import ConfigError, LoadError, PipelineError, Pippy
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _PARENT_POLL_S = 0.1
 _IDLE = timedelta(days=3650)
 """A stage may wait this long for the next batch; ``transport`` bounds every other wait itself."""
 _LEAVE_TIMEOUT_S = 5
+_ASK_TIMEOUT_S = 10.0
 _STORE_POLL_S = 0.02
 _OUTCOME_TIMEOUT_S = 3600.0
 _has_failed = threading.Event()
@@ -212,6 +215,32 @@ class Group:
         except RuntimeError:  # the store went with its host
             pass
         return None
+
+    def ask(self, function: Callable[..., T], *arguments: object, timeout_s: float = _ASK_TIMEOUT_S) -> list[T]:
+        """Have every rank call a module's function, this one included; return what it says on each, in order.
+
+        By RPC, beside the batches: from any thread, and also while a stage computes.
+
+        Raises:
+            PipelineError: If a rank is gone or does not answer in time.
+        """
+        own = self.place.rank
+        if self.place.world_size == 1:
+            return [function(*arguments)]
+        from torch.distributed import rpc
+
+        try:
+            answers = {
+                rank: rpc.rpc_async(replace(self.place, rank=rank).name, function, args=arguments, timeout=timeout_s)
+                for rank in range(self.place.world_size)
+                if rank != own
+            }
+            return [
+                function(*arguments) if rank == own else answers[rank].wait() for rank in range(self.place.world_size)
+            ]
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[0][:200]
+            raise PipelineError(f"a rank did not answer {function.__name__!r}: {reason}") from error
 
     def leave(self, *, is_broken: bool = False) -> None:
         """Leave the groups and end the peers this rank started; nothing of them remains.

@@ -16,6 +16,7 @@ from ts_pippy_handler import loading, ranks
 from ts_pippy_handler.config import ServingConfig, load_config
 from ts_pippy_handler.errors import PippyError
 from ts_pippy_handler.loading import LoadedRank
+from ts_pippy_handler.meter import METER
 from ts_pippy_handler.sampling import logprobs_of, sample
 
 logger = logging.getLogger(__name__)
@@ -30,14 +31,22 @@ def run_batches(loaded: LoadedRank) -> None:
     stage, transport = loaded.stage, loaded.transport
     assert transport is not None
     while (batch := transport.receive_batch()) is not None:
+        METER.skip()
         received = transport.receive_values(stage.graph.receives, batch.num_tokens)
+        METER.received(sum(value.nbytes for value in received.values()))
+        METER.spent("wait")
         outputs = stage.run(batch, received)
+        METER.ran(batch.num_tokens)
         if stage.is_last:
             logits = outputs[stage.graph.outputs[0]]
             token_ids = sample(logits, batch.sampled)
-            transport.send_result(batch, token_ids, logprobs_of(logits, batch.sampled, token_ids), logits)
+            logprobs = logprobs_of(logits, batch.sampled, token_ids)
+            METER.spent("compute")
+            transport.send_result(batch, token_ids, logprobs, logits)
         else:
+            METER.spent("compute")
             transport.send_values(stage.graph.sends, {**received, **outputs})
+        METER.spent("send")
 
 
 def start_thread(loaded: LoadedRank) -> threading.Thread:

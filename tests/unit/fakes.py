@@ -6,7 +6,9 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from ts_pippy_handler import meter
 from ts_pippy_handler.errors import PippyError
+from ts_pippy_handler.meter import RankStats
 from ts_pippy_handler.request import Batch, FinishReason, SamplingParams, TokenEvent, TokenLogprobs
 
 VOCAB = 97
@@ -125,6 +127,10 @@ class FakeEngine:
 
     def abort(self, number: int) -> None:
         self.aborted.append(number)
+
+    def stats(self, *, reset: bool = False) -> list[RankStats]:
+        """Return what this process counts, as rank 0."""
+        return [RankStats(rank=0, **meter.read(reset))]
 
 
 class FakeContext:

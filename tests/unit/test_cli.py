@@ -105,6 +105,16 @@ def text_model(model_dir: Path) -> Path:
             "argument --launch: invalid choice: 'mpi' (choose from",
         ),
         (["plan", "x", "--stages", "2", "--quick"], "unrecognized arguments: --quick"),
+        (["bench", "x", "--stages", "2"], "the following arguments are required: --workload"),
+        (
+            ["bench", "x", "--stages", "2", "--workload", "w", "--concurrency", "0"],
+            "argument --concurrency: must be a whole number, at least 1, got '0'",
+        ),
+        (
+            ["bench", "--url", "u", "--model", "m", "--workload", "w", "--timeout", "nan"],
+            "argument --timeout: must be a number of seconds, above 0, got 'nan'",
+        ),
+        (["bench", "--url", "u", "--workload", "w", "--prompts", "both"], "argument --prompts: invalid choice: 'both'"),
     ],
 )
 def test_mistakes_in_the_options(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
@@ -125,6 +135,28 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "/no/such", "--stages", 2], "nothing to generate from: give --prompt TEXT or --input-ids"),
         (["generate", "/no/such", "--stages", 2, "--prompt", "x"], "handler.model_path: not a directory"),
         (["package", "/no/such", "--stages", 2, "--name", "n", "-o", "/tmp/never"], "handler.model_path: not a dir"),
+        (["bench", "--workload", "w"], "nothing to measure: give MODEL_DIR and --stages, or --url and --model\n"),
+        (["bench", "x", "--workload", "w"], "MODEL_DIR needs --stages too\n"),
+        (["bench", "--stages", 2, "--workload", "w"], "--stages needs MODEL_DIR too\n"),
+        (["bench", "--url", "u", "--workload", "w"], "--url needs --model too\n"),
+        (["bench", "--api-key", "k", "--workload", "w"], "--api-key needs --url and --model too\n"),
+        (
+            ["bench", "x", "--url", "u", "--model", "m", "--workload", "w"],
+            "MODEL_DIR measures an engine and --url a server: give one or the other\n",
+        ),
+        (
+            ["bench", "--url", "u", "--model", "m", "--dtype", "bf16", "--workload", "w"],
+            "--dtype measures an engine and --url a server: give one or the other\n",
+        ),
+        (
+            ["bench", "x", "--stages", 2, "--timeout", 5, "--workload", "w"],
+            "MODEL_DIR measures an engine and --timeout a server: give one or the other\n",
+        ),
+        (["bench", "/no/such", "--stages", 2, "--workload", "/no/such"], "handler.model_path: not a directory"),
+        (
+            ["bench", "--url", "u", "--model", "m", "--workload", "/no/such"],
+            "--workload /no/such: No such file or directory\n",
+        ),
     ],
 )
 def test_errors_are_one_line_and_status_1(

@@ -45,7 +45,10 @@ class Harness:
     def __init__(self, *, num_blocks: int = 32, num_in_flight: int = 2, revive: Any = None, **limits: int) -> None:
         self.stage = FakeStage()
         self.left: list[bool] = []
-        group = SimpleNamespace(leave=lambda is_broken: self.left.append(is_broken))
+        group = SimpleNamespace(
+            leave=lambda is_broken: self.left.append(is_broken),
+            ask=lambda function, *arguments: [function(*arguments)],
+        )
         self.loaded: Any = SimpleNamespace(
             stage=self.stage, transport=None, max_len=64, vocab_size=VOCAB, group=group, num_slots=num_blocks * 4
         )
@@ -181,6 +184,23 @@ def test_too_many_requests(start: Any) -> None:
     for number, events in accepted:
         assert drain(events)[0] == expected([6] if number else [5])
     assert (len(accepted), refusals) == (3, 48)
+
+
+def test_what_the_time_went_into(start: Any) -> None:
+    harness = start()
+    harness.engine.stats(reset=True)
+    harness.stage.before = lambda batch: time.sleep(0.02)
+    drain(harness.submit([5] * 40, 3)[1])
+    time.sleep(0.3)  # idle
+    [stats] = harness.engine.stats()
+    assert (stats.rank, stats.num_batches, stats.num_tokens) == (0, 5, 42), "three chunks and two tokens more"
+    assert (stats.bytes_received, stats.num_receives, stats.wait_s, stats.send_s) == (0, 0, 0, 0)
+    assert stats.compute_s >= 0.1
+    assert stats.bookkeeping_s > 0
+    assert stats.compute_s + stats.bookkeeping_s <= stats.elapsed_s - 0.05
+    harness.engine.stats(reset=True)
+    [stats] = harness.engine.stats()
+    assert (stats.num_batches, stats.num_tokens, stats.compute_s) == (0, 0, 0)
 
 
 def test_aborting_a_running_request(start: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 
 import pytest
@@ -137,6 +138,38 @@ def test_last_words_explain_better_than_the_symptom() -> None:
     alone = Group(place())
     alone.fail(symptom)
     assert alone.failure() is None
+
+
+class Agent:
+    """Stands for RPC: answers for each rank, or fails."""
+
+    def __init__(self, answers: dict[str, object]) -> None:
+        self.answers = answers
+
+    def __call__(self, name: str, function: object, args: tuple[object, ...], timeout: float) -> Agent:
+        assert (args, timeout) == ((-5,), 10.0)
+        self.answer = self.answers[name]
+        return copy.copy(self)
+
+    def wait(self) -> object:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+def test_every_rank_is_asked_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Group(place()).ask(abs, -5) == [5]
+    monkeypatch.setattr("torch.distributed.rpc.rpc_async", Agent({"worker0-1": 6, "worker2-1": 7}))
+    assert Group(place(1, 3, generation=1)).ask(abs, -5) == [6, 5, 7]
+
+
+def test_a_rank_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.rpc.rpc_async", Agent({"worker1": RuntimeError("timed out\nat …")}))
+    with pytest.raises(PipelineError, match=r"^a rank did not answer 'abs': timed out$"):
+        Group(place(0, 2)).ask(abs, -5)
+    monkeypatch.undo()
+    with pytest.raises(PipelineError, match=r"^a rank did not answer 'abs': RPC has not been initialized"):
+        Group(place(0, 2)).ask(abs, -5)
 
 
 def test_one_rank_joins_nobody() -> None:
