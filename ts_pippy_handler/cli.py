@@ -159,7 +159,9 @@ class _AppendIds(_AppendPrompt):
 
 
 def _config(options: argparse.Namespace) -> ServingConfig:
-    handler = {"model_path": options.model_dir} | ({"dtype": options.dtype} if options.dtype else {})
+    handler = {"model_path": options.model_dir, "request_timeout": None}
+    if options.dtype:
+        handler["dtype"] = options.dtype
     return load_config({"pippy": {"split": options.split or "time"}, "handler": handler})
 
 

@@ -138,9 +138,9 @@ class HandlerConfig(BaseModel):
     """New tokens when a request does not say."""
     manual_seed: Int | None = Field(None, ge=0, lt=2**63)
     """Seed of sampled requests that bring none; without it every request draws its own."""
-    request_timeout: Float = Field(600.0, gt=0, allow_inf_nan=False)
-    """Seconds a request may take from its arrival, waiting included. Then it ends with the tokens it has and the finish
-    reason ``abort``; a request may ask for less with ``timeout``."""
+    request_timeout: Float | None = Field(600.0, gt=0, allow_inf_nan=False)
+    """Seconds a request may take from its arrival, waiting included; None for no limit. Then it ends with the tokens it
+    has and the finish reason ``abort``; a request may ask for less with ``timeout``."""
     max_stop_strings: Int = Field(16, ge=0, le=64)
     """Stop strings of one request; more are refused with status 400."""
     max_choices: Int = Field(32, ge=1, le=128)

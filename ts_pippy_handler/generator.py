@@ -6,7 +6,6 @@ The handlers and the command line use this; it knows no HTTP and no TorchServe.
 from __future__ import annotations
 
 import json
-import math
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -339,7 +338,7 @@ class Generator:
                 completion.prompt_token_ids,
                 completion.params,
                 on_event,
-                timeout_s=min(timeout_s or math.inf, self._config.request_timeout),
+                timeout_s=min((limit for limit in (timeout_s, self._config.request_timeout) if limit), default=None),
             )
 
     def _completion(self, prompt: Prompt, wishes: Wishes) -> Completion:

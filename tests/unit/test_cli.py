@@ -47,8 +47,8 @@ class SpawnedEngine(FakeEngine):
         self.started: list[tuple[Any, int, Any]] = []
         self.is_closed = False
 
-    def submit(self, *arguments: Any) -> int:
-        number = super().submit(*arguments)
+    def submit(self, *arguments: Any, **others: Any) -> int:
+        number = super().submit(*arguments, **others)
         self.answer_all()
         return number
 

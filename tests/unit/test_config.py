@@ -44,7 +44,7 @@ GOOD_HANDLER: dict[str, list[Any]] = {
     "max_length": [1, 4096, None],
     "max_new_tokens": [1, 10_000],
     "manual_seed": [0, 2**63 - 1, None],
-    "request_timeout": [0.5, 600, 1e6],
+    "request_timeout": [0.5, 600, 1e6, None],
     "max_stop_strings": [0, 64],
     "max_choices": [1, 128],
     "trust_remote_code": [True, False],
