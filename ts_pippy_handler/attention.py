@@ -6,13 +6,15 @@ Running: each operator call is replaced by a :class:`CachedAttention` that owns 
 reads from an :class:`AttentionPlan` which tokens belong to which request. Several requests of any lengths share a
 batch; nothing is padded. Knows nothing of the scheduler, of sampling or of the network.
 
-Shapes: T rows of the batch, H query heads, G key/value heads, D head width, S cache slots, L context length.
+Shapes: T rows of the batch, H query heads, G key/value heads, R query heads of each, D head width, S cache slots,
+L context length, N layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -122,6 +124,31 @@ class AttentionSpec:
         return self.num_kv_heads * (self.key_dim + self.value_dim)
 
 
+class Cache:
+    """Keys and values of attention layers of one shape: a single tensor each, so that one view serves all layers.
+
+    Memory of a CPU is only taken as slots are written.
+    """
+
+    def __init__(self, spec: AttentionSpec, num_layers: int, num_slots: int, options: dict[str, Any]) -> None:
+        self.keys_NGSD = torch.empty(num_layers, spec.num_kv_heads, num_slots, spec.key_dim, **options)
+        self.values_NGSD = torch.empty(num_layers, spec.num_kv_heads, num_slots, spec.value_dim, **options)
+
+
+def allocate_caches(
+    attentions: Sequence[CachedAttention], num_slots: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Reserve the caches of all attention layers of a stage for ``num_slots`` tokens."""
+    alike: dict[tuple[int, int, int], list[CachedAttention]] = {}
+    for attention in attentions:
+        spec = attention.spec
+        alike.setdefault((spec.num_kv_heads, spec.key_dim, spec.value_dim), []).append(attention)
+    for layers in alike.values():
+        cache = Cache(layers[0].spec, len(layers), num_slots, {"dtype": dtype, "device": device})
+        for index, attention in enumerate(layers):
+            attention.use_cache(cache, index)
+
+
 class SegmentPlan:
     """One request's part of a batch, with what its attention layers share."""
 
@@ -134,21 +161,36 @@ class SegmentPlan:
         self._first_slot = segment.runs[0][0] if segment.runs[0][1] >= segment.context_len else None
         self.slots_L = None if self._first_slot is not None else self._all_slots(segment)
         self._masks: dict[tuple[int, int], torch.Tensor] = {}
+        self._views: dict[tuple[int, int], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = {}
 
     def _all_slots(self, segment: Segment) -> torch.Tensor:
         pieces = [torch.arange(first, first + count) for first, count in segment.runs]
         return torch.cat(pieces)[: segment.context_len].to(self._device)
 
-    def read(self, cache_GSD: torch.Tensor, first: int) -> torch.Tensor:
-        """Return the cached entries of tokens ``first`` … ``context_len - 1``: in place for one run, else gathered.
+    def read(self, cache: Cache, layer: int, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the cached keys and values of tokens ``first`` … ``context_len - 1``: in place for one run.
+
+        With several runs they are gathered.
 
         Returns:
-            Tensor of shape [G, context_len - first, D].
+            Tensors of shape [1, G, context_len - first, D].
         """
         if self._first_slot is not None:
-            return cache_GSD[:, self._first_slot + first : self._first_slot + self.context_len]
+            key = (id(cache), first)
+            if key not in self._views:
+                # Made once for all layers: per layer, they would cost about as much as the attention of a short text.
+                start, length = self._first_slot + first, self.context_len - first
+                keys = cache.keys_NGSD.narrow(2, start, length).split(1)
+                values = cache.values_NGSD.narrow(2, start, length).split(1)
+                self._views[key] = keys, values
+            keys, values = self._views[key]
+            return keys[layer], values[layer]
         assert self.slots_L is not None
-        return cache_GSD.index_select(1, self.slots_L[first:])
+        slots_L = self.slots_L[first:]
+        return (
+            cache.keys_NGSD[layer].index_select(1, slots_L)[None],
+            cache.values_NGSD[layer].index_select(1, slots_L)[None],
+        )
 
     def mask(self, first: int, window: int) -> torch.Tensor:
         """Return which of the tokens ``first`` … each row may attend to, as a bool tensor [num_tokens, L]."""
@@ -200,14 +242,13 @@ class CachedAttention(torch.nn.Module):
         super().__init__()
         self.spec = spec
         self.plan = plan
-        self.key_cache_GSD = torch.empty(0)
-        self.value_cache_GSD = torch.empty(0)
+        self._cache: Cache | None = None
+        self._index = 0
 
-    def allocate(self, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Reserve cache for ``num_slots`` tokens. On a CPU, memory is only taken as slots are written."""
-        spec = self.spec
-        self.key_cache_GSD = torch.empty(spec.num_kv_heads, num_slots, spec.key_dim, dtype=dtype, device=device)
-        self.value_cache_GSD = torch.empty(spec.num_kv_heads, num_slots, spec.value_dim, dtype=dtype, device=device)
+    def use_cache(self, cache: Cache, index: int) -> None:
+        """Keep keys and values at ``index`` of ``cache``."""
+        self._cache, self._index = cache, index
+        self.key_cache_GSD, self.value_cache_GSD = cache.keys_NGSD[index], cache.values_NGSD[index]
 
     def forward(
         self,
@@ -223,26 +264,45 @@ class CachedAttention(torch.nn.Module):
         """
         self.key_cache_GSD.index_copy_(1, self.plan.slots_T, key_1GTD[0])
         self.value_cache_GSD.index_copy_(1, self.plan.slots_T, value_1GTD[0])
-        _, heads, rows, _ = query_1HTD.shape
-        output_1THD = query_1HTD.new_empty(1, rows, heads, self.spec.value_dim)
+        # A row alone attends to all that is read for it, so the query heads of a group can be its rows: no mask, and
+        # no copies of keys and values for each head.
+        spec = self.spec
+        grouped_T1GRD = query_1HTD[0].transpose(0, 1).reshape(-1, 1, spec.num_kv_heads, self._group, spec.key_dim)
+        alone = grouped_T1GRD.unbind(0)
+        pieces_tHD = []
         for segment in self.plan.segments:
-            query_1HtD = query_1HTD[:, :, segment.rows]
-            output_1THD[0, segment.rows] = self._attend(segment, query_1HtD, sinks_H)[0].transpose(0, 1)
-        return output_1THD
+            if segment.num_tokens == 1 and not self._is_eager(sinks_H):
+                attended = self._attend_alone(segment, alone[segment.rows.start])
+            else:
+                attended = self._attend(segment, query_1HTD[:, :, segment.rows], sinks_H)[0].transpose(0, 1)
+            pieces_tHD.append(attended.reshape(-1, spec.num_heads, spec.value_dim))
+        return torch.cat(pieces_tHD)[None]
+
+    @property
+    def _group(self) -> int:
+        """Query heads that share a key/value head."""
+        return self.spec.num_heads // self.spec.num_kv_heads
+
+    def _is_eager(self, sinks_H: torch.Tensor | None) -> bool:
+        return bool(self.spec.softcap) or sinks_H is not None
+
+    def _read(self, segment: SegmentPlan) -> tuple[int, torch.Tensor, torch.Tensor]:
+        """Return the first token that any row may attend to, and keys and values from there on."""
+        assert self._cache is not None
+        window = self.spec.window
+        first = max(segment.num_cached + 1 - window, 0) if window else 0
+        return first, *segment.read(self._cache, self._index, first)
+
+    def _attend_alone(self, segment: SegmentPlan, query_1GRD: torch.Tensor) -> torch.Tensor:
+        """Return what a single row attends to, [1, G, R, D]."""
+        _, key_1GLD, value_1GLD = self._read(segment)
+        return F.scaled_dot_product_attention(query_1GRD, key_1GLD, value_1GLD, scale=self.spec.scale)
 
     def _attend(self, segment: SegmentPlan, query_1HtD: torch.Tensor, sinks_H: torch.Tensor | None) -> torch.Tensor:
         spec = self.spec
-        # Tokens before this one are outside every row's window, so they need not be read.
-        first = max(segment.num_cached + 1 - spec.window, 0) if spec.window else 0
-        key_1GLD = segment.read(self.key_cache_GSD, first)[None]
-        value_1GLD = segment.read(self.value_cache_GSD, first)[None]
-        if spec.softcap or sinks_H is not None:
+        first, key_1GLD, value_1GLD = self._read(segment)
+        if self._is_eager(sinks_H):
             return self._attend_eagerly(segment.mask(first, spec.window), query_1HtD, key_1GLD, value_1GLD, sinks_H)
-        if segment.num_tokens == 1:
-            # A single row attends to everything that was read: the query heads of a group become its rows.
-            grouped = query_1HtD.reshape(1, spec.num_kv_heads, -1, spec.key_dim)
-            attended = F.scaled_dot_product_attention(grouped, key_1GLD, value_1GLD, scale=spec.scale)
-            return attended.reshape(1, spec.num_heads, 1, spec.value_dim)
         causal = segment.num_cached == 0 and not 0 < spec.window < segment.num_tokens
         return F.scaled_dot_product_attention(
             query_1HtD,
@@ -264,7 +324,7 @@ class CachedAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """Attention with capped scores or sinks, which torch's fused kernels do not offer; softmax in float32."""
         spec = self.spec
-        group = spec.num_heads // spec.num_kv_heads
+        group = self._group
         scores = query_1HtD @ key_1GLD.repeat_interleave(group, 1).transpose(2, 3) * spec.scale
         if spec.softcap:
             scores = torch.tanh(scores / spec.softcap) * spec.softcap

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ts_pippy_handler.attention import AttentionPlan, CachedAttention
+from ts_pippy_handler.attention import AttentionPlan, CachedAttention, allocate_caches
 from ts_pippy_handler.errors import CheckpointError, UnsupportedModelError
 from ts_pippy_handler.graph_data import ModelFacts
 from ts_pippy_handler.packing import PackedWeight, pack, use_packed_linears
@@ -77,8 +77,7 @@ class Stage:
 
     def allocate_cache(self, num_slots: int) -> None:
         """Reserve the key/value cache of every layer for ``num_slots`` tokens."""
-        for attention in self._attentions:
-            attention.allocate(num_slots, self.dtype, self.device)
+        allocate_caches(self._attentions, num_slots, self.dtype, self.device)
 
     @torch.inference_mode()
     def run(self, batch: Batch, received: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -7,7 +7,14 @@ import random
 import pytest
 import torch
 
-from ts_pippy_handler.attention import AttentionPlan, AttentionSpec, CachedAttention, _route, attention_op
+from ts_pippy_handler.attention import (
+    AttentionPlan,
+    AttentionSpec,
+    CachedAttention,
+    _route,
+    allocate_caches,
+    attention_op,
+)
 from ts_pippy_handler.errors import UnsupportedModelError
 from ts_pippy_handler.request import Segment
 
@@ -98,7 +105,7 @@ def test_three_requests_in_shared_batches(kind: str, chunks: str, runs: str) -> 
     expected = [reference(s, sequence, sinks) for sequence in sequences]
     plan = AttentionPlan()
     attention = CachedAttention(s, plan)
-    attention.allocate(NUM_SLOTS, torch.float32, CPU)
+    allocate_caches([attention], NUM_SLOTS, torch.float32, CPU)
     attention.key_cache_GSD.fill_(torch.nan)  # whatever is read without having been written shows
     attention.value_cache_GSD.fill_(torch.nan)
     shuffle = random.Random(0)
@@ -129,7 +136,7 @@ def test_bfloat16_stays_bfloat16() -> None:
     sequence = Sequence(s, 6, [(0, 8)], 0)
     plan = AttentionPlan()
     attention = CachedAttention(s, plan)
-    attention.allocate(8, torch.bfloat16, CPU)
+    allocate_caches([attention], 8, torch.bfloat16, CPU)
     plan.prepare([Segment(6, 0, [(0, 8)])], CPU)
     output = attention(*(tensor[None].bfloat16() for tensor in (sequence.query, sequence.key, sequence.value)))
     assert output.dtype == torch.bfloat16
