@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from ts_pippy_handler import meter
-from ts_pippy_handler.errors import InvalidRequestError, PipelineError
+from ts_pippy_handler.errors import InvalidRequestError, OverloadedError, PipelineError
 from ts_pippy_handler.loading import LoadedRank
 from ts_pippy_handler.meter import METER, RankStats
-from ts_pippy_handler.request import FinishReason, SamplingParams, TokenEvent
+from ts_pippy_handler.request import FinishReason, SamplingParams, TokenEvent, check_sampling
 from ts_pippy_handler.sampling import logprobs_of, sample
 from ts_pippy_handler.scheduler import Scheduler, Step
 
@@ -93,6 +93,7 @@ class Engine:
             InvalidRequestError: If it could never finish, or names tokens the model does not have.
             OverloadedError: If too many requests wait.
         """
+        check_sampling(params)
         self._check_ids("", prompt_token_ids)
         self._check_ids("logit_bias: ", [token_id for token_id, _ in params.logit_bias])
         self._check_ids("stop_token_ids: ", params.stop_token_ids)
@@ -103,8 +104,27 @@ class Engine:
             )
         self.scheduler.check(len(prompt_token_ids), params, num_unfinished=len(self._callbacks))
 
+    def check_room(self, num_requests: int) -> None:
+        """Refuse so many requests at once, of which some would be refused one by one.
+
+        Raises:
+            InvalidRequestError: If they could never be accepted together.
+            OverloadedError: If they can not be now.
+        """
+        limits = self.scheduler.limits
+        capacity = limits.max_running + limits.max_waiting
+        if num_requests > capacity:
+            raise InvalidRequestError(f"{num_requests} texts were asked for at once; at most {capacity} are possible")
+        if len(self._callbacks) + num_requests > capacity:
+            raise OverloadedError(
+                f"{num_requests} texts were asked for, and {len(self._callbacks)} of at most {capacity} are under way; "
+                "try again later"
+            )
+
     def _check_ids(self, where: str, token_ids: Sequence[int]) -> None:
         for token_id in token_ids:
+            if not isinstance(token_id, int):
+                raise InvalidRequestError(f"{where}token ids must be whole numbers, got {token_id!r}")
             if not 0 <= token_id < self.loaded.vocab_size:
                 raise InvalidRequestError(
                     f"{where}token id {token_id} is not in the vocabulary, "

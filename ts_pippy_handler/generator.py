@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from ts_pippy_handler.config import HandlerConfig
 from ts_pippy_handler.engine import Engine
 from ts_pippy_handler.errors import CheckpointError, InvalidRequestError, PippyError
-from ts_pippy_handler.request import FinishReason, SamplingParams, TokenEvent, TokenLogprobs
+from ts_pippy_handler.request import FinishReason, SamplingParams, TokenEvent, TokenLogprobs, check_sampling
 from ts_pippy_handler.text import TextStream, Tokenizer
 
 
@@ -79,9 +79,16 @@ class Defaults:
             return cls()
         try:
             written = json.loads(file.read_text("utf-8"))
-            return cls(**{field.name: written[field.name] for field in fields(cls) if field.name in written})
-        except (OSError, ValueError, TypeError) as error:
+            given = {field.name: written[field.name] for field in fields(cls) if written.get(field.name) is not None}
+        except (OSError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{file}: {error}") from error
+        if given.get("top_k") == -1:  # how some say that all tokens count
+            given["top_k"] = 0
+        try:
+            check_sampling(SamplingParams(max_new_tokens=1, **given))
+        except InvalidRequestError as error:
+            raise CheckpointError(f"{file}: {error}") from error
+        return cls(**given)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -301,6 +308,7 @@ class Generator:
             for prompt in prompts
             for completion in self._choices(self._completion(prompt, wishes), num_choices)
         ]
+        self.engine.check_room(len(completions))
         try:
             for completion in completions:
                 self._start(completion, wishes.timeout_s)

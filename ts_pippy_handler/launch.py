@@ -7,6 +7,7 @@ that one token went through all stages. Knows no text and no TorchServe.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import queue
@@ -27,6 +28,7 @@ from ts_pippy_handler.scheduler import Limits, Scheduler
 
 logger = logging.getLogger(__name__)
 
+_generations = itertools.count()  # of this process: RPC remembers the names of every group that it ever had
 _MAX_REVIVALS = 5
 _REVIVAL_WINDOW_S = 300.0
 _CHILD_POLL_S = 0.2
@@ -108,6 +110,17 @@ def eos_token_ids(model_path: str) -> list[int]:
     return []
 
 
+def pad_token_id(model_path: str) -> int | None:
+    """Return the id that fills rows: generation_config.json's, else config.json's; many models have none."""
+    for name in ("generation_config.json", "config.json"):
+        file = Path(model_path) / name
+        if file.is_file():
+            pad = json.loads(file.read_text("utf-8")).get("pad_token_id")
+            if isinstance(pad, int) and pad >= 0:
+                return pad
+    return None
+
+
 class _Spawner:
     """Starts the children, watches them, and starts them anew when one is lost."""
 
@@ -117,7 +130,6 @@ class _Spawner:
         self._job = job
         self._options = options
         self._revivals: list[float] = []
-        self._generation = 0
         self._engine: Engine | None = None
 
     def start(self) -> Engine:
@@ -134,9 +146,9 @@ class _Spawner:
         return engine
 
     def _spawn(self) -> ranks.Group:
-        generation = self._generation
-        self._generation += 1
-        return ranks.spawn_peers(self._num_stages, self._config.pippy, self._job, self._options.stdout, generation)
+        return ranks.spawn_peers(
+            self._num_stages, self._config.pippy, self._job, self._options.stdout, next(_generations)
+        )
 
     def _revive(self, error: PipelineError) -> LoadedRank:
         assert self._engine is not None

@@ -72,11 +72,12 @@ def get_pipeline_driver(model: torch.nn.Module | None, world_size: int, ctx: Any
     config = config_of(ctx)
     if model is not None:
         config = _with_dtype_of(model, config)
+    pad = launch.pad_token_id(config.handler.model_path)
     group: ranks.Group | None = getattr(ctx, _GROUP, None)
     if group is not None and group.place.world_size == world_size:
-        return PipelineDriver(launch.start_joined(config, group), group.place.rank)
+        return PipelineDriver(launch.start_joined(config, group), group.place.rank, pad)
     if group is None and num_spawned_stages(ctx) == world_size:
-        return PipelineDriver(launch.start_spawned(config, world_size), 0)
+        return PipelineDriver(launch.start_spawned(config, world_size), 0, pad)
     raise ConfigError(f"initialize_rpc_workers must have joined {world_size} ranks before the model is split")
 
 
@@ -104,9 +105,10 @@ def _with_dtype_of(model: torch.nn.Module, config: ServingConfig) -> ServingConf
 class PipelineDriver:
     """Drives a split model from rank 0; call it like the model's forward, or :meth:`generate`."""
 
-    def __init__(self, engine: Engine | None, rank: int) -> None:
+    def __init__(self, engine: Engine | None, rank: int, pad_token_id: int | None = None) -> None:
         self._engine = engine
         self._rank = rank
+        self._model_pad = pad_token_id
 
     @property
     def serves(self) -> bool:
@@ -164,8 +166,9 @@ class PipelineDriver:
 
         Args:
             input_ids: Prompts [B, L], int64, padded on either side.
-            attention_mask: 1 for tokens, 0 for padding [B, L]. Without it, runs of padding or end-of-sequence tokens
-                at either end count as padding, which is what upstream's handler sends.
+            attention_mask: 1 for tokens, 0 for padding [B, L]. Without it, padding tokens at either end are padding,
+                as transformers infers it. A model that pads with its end-of-sequence token, or has no padding token,
+                leaves that open: then runs of end-of-sequence tokens at the ends count, as upstream's handler pads.
             inputs: Another name for ``input_ids``.
             max_new_tokens: New tokens of each row.
             max_length: Prompt and new tokens of each row together, padding not counted; ignored beside
@@ -191,7 +194,9 @@ class PipelineDriver:
         if prompts is None or prompts.dim() != 2:
             raise InvalidRequestError("generate: input_ids must be a tensor of shape [batch, length]")
         pad = self._pad_token_id(pad_token_id)
-        rows = [row for row, _ in _unpadded(prompts, attention_mask, {pad, *self.engine.eos_token_ids})]
+        eos = set(self.engine.eos_token_ids)
+        is_sure = pad not in eos
+        rows = [row for row, _ in _unpadded(prompts, attention_mask, {pad} if is_sure else eos, is_sure=is_sure)]
         sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p} if do_sample else {}
         params = [
             SamplingParams(
@@ -215,6 +220,8 @@ class PipelineDriver:
     def _pad_token_id(self, given: int | None) -> int:
         if given is not None:
             return given
+        if self._model_pad is not None:
+            return self._model_pad
         return self.engine.eos_token_ids[0] if self.engine.eos_token_ids else 0
 
     def _run_all(
@@ -267,7 +274,11 @@ def _refuse(unknown: dict[str, object], what: str) -> None:
 
 
 def _unpadded(
-    input_ids: torch.Tensor, attention_mask: torch.Tensor | None, padding: set[int] | None = None
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    padding: set[int] | None = None,
+    *,
+    is_sure: bool = False,
 ) -> list[tuple[list[int], torch.Tensor]]:
     """Return each row's tokens without padding, and a mask [L] of where they were.
 
@@ -279,7 +290,7 @@ def _unpadded(
     elif padding is None:
         masks = torch.ones_like(input_ids, dtype=torch.bool, device="cpu")
     else:
-        masks = torch.stack([_guessed_mask(row.tolist(), padding) for row in input_ids])
+        masks = torch.stack([_guessed_mask(row.tolist(), padding, is_sure=is_sure) for row in input_ids])
     rows = []
     for row, mask in zip(input_ids.cpu(), masks, strict=True):
         positions = mask.nonzero()[:, 0]
@@ -291,13 +302,16 @@ def _unpadded(
     return rows
 
 
-def _guessed_mask(row: list[int], padding: set[int]) -> torch.Tensor:
-    """Mark the tokens between the runs of padding at both ends; one leading token stays, it may be a real start."""
+def _guessed_mask(row: list[int], padding: set[int], *, is_sure: bool = False) -> torch.Tensor:
+    """Mark the tokens between the runs of padding at both ends.
+
+    Unless padding tokens are surely nothing else, one leading token stays: it may be a real start.
+    """
     end = len(row)
     while end > 1 and row[end - 1] in padding:
         end -= 1
     start = 0
-    while start + 1 < end and row[start] in padding and row[start + 1] in padding:
+    while start + 1 < end and row[start] in padding and (is_sure or row[start + 1] in padding):
         start += 1
     mask = torch.zeros(len(row), dtype=torch.bool)
     mask[start:end] = True

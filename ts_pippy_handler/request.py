@@ -6,9 +6,13 @@ Plain data that also crosses between ranks (msgpack, never pickle). Knows no ten
 from __future__ import annotations
 
 import enum
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
+
+from ts_pippy_handler.errors import InvalidRequestError
 
 
 class FinishReason(enum.StrEnum):
@@ -71,6 +75,28 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Of the chosen token."""
     top: list[tuple[int, float]]
     """Ids and log-probabilities, most likely first; the chosen token is among them if it is likely enough."""
+
+
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "temperature": (lambda value: 0 <= value < math.inf, "at least 0"),
+    "top_k": (lambda value: value >= 0 and value == int(value), "a whole number, at least 0 (which counts all)"),
+    "top_p": (lambda value: 0 < value <= 1, "above 0 and at most 1"),
+    "min_p": (lambda value: 0 <= value <= 1, "at least 0 and at most 1"),
+    "repetition_penalty": (lambda value: 0 < value < math.inf, "above 0"),
+    "seed": (lambda value: 0 <= value < 2**64 and value == int(value), "a whole number, at least 0 and below 2**64"),
+}
+
+
+def check_sampling(params: SamplingParams) -> None:
+    """Refuse values that no rank could sample with.
+
+    Raises:
+        InvalidRequestError: Naming the value and what is allowed.
+    """
+    for name, (is_allowed, allowed) in _RANGES.items():
+        value = getattr(params, name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not is_allowed(value):
+            raise InvalidRequestError(f"{name}: must be {allowed}, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -84,6 +84,10 @@ class FakeEngine:
     def paused(self) -> Iterator[None]:
         yield
 
+    def check_room(self, num_requests: int) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+
     def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         if self.refusal is not None:
             raise self.refusal

@@ -110,6 +110,40 @@ def test_many_requests_at_once(start: Any, num_in_flight: int) -> None:
         assert events.empty()
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_k": -1},
+        {"top_k": None},
+        {"top_p": 0.0},
+        {"top_p": 2.0},
+        {"min_p": -0.1},
+        {"repetition_penalty": 0},
+        {"seed": -5},
+    ],
+)
+def test_values_no_rank_could_sample_with_are_refused(start: Any, wrong: dict[str, Any]) -> None:
+    harness = start()
+    [name] = wrong
+    with pytest.raises(InvalidRequestError, match=f"^{name}: must be "):
+        harness.submit([1], **wrong)
+    assert drain(harness.submit([3])[1])[0] == expected([3])
+
+
+def test_token_ids_are_whole_numbers(start: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^token ids must be whole numbers, got 1.5$"):
+        start().submit([1.5])
+
+
+def test_more_texts_than_could_ever_wait_are_refused_together(start: Any) -> None:
+    engine = start().engine
+    engine.check_room(24)
+    with pytest.raises(InvalidRequestError, match=r"^25 texts were asked for at once; at most 24 are possible$"):
+        engine.check_room(25)
+
+
 def test_a_request_whose_time_is_over_ends_with_what_it_has(start: Any) -> None:
     harness = start()
     harness.stage.before = lambda batch: time.sleep(0.02)

@@ -15,7 +15,7 @@ from tests.models import byte_tokenizer
 from tests.unit.fakes import FakeContext, FakeEngine, continuation
 from tests.unit.test_text_generation_handler import Answering, Frontend, call, make
 from ts_pippy_handler import text_generation_handler
-from ts_pippy_handler.errors import OverloadedError, PipelineError, PippyError
+from ts_pippy_handler.errors import CheckpointError, OverloadedError, PipelineError, PippyError
 from ts_pippy_handler.request import SamplingParams, TokenLogprobs
 
 COMPLETION = {"model": "fake", "prompt": "ab", "max_tokens": 3, "temperature": 0}
@@ -311,3 +311,10 @@ def test_defaults_of_the_checkpoint(model_dir: Path) -> None:
     ask(model_dir, "", {"prompt": "ab"}, engine)
     seen = [(each.temperature, each.top_p, each.repetition_penalty) for _, each in engine.submitted]
     assert seen == [(0.6, 0.9, 1.05), (0, 1, 1.05), (0, 0.9, 1.05)]
+
+
+@pytest.mark.parametrize("wrong", [{"top_p": 2}, {"top_k": "x"}, {"temperature": -1}, {"repetition_penalty": 0}])
+def test_defaults_that_make_no_sense_are_refused_at_load(model_dir: Path, wrong: dict[str, Any]) -> None:
+    (model_dir / "generation_config.json").write_text(json.dumps(wrong))
+    with pytest.raises(CheckpointError, match=f"generation_config.json: {next(iter(wrong))}: must be"):
+        make(model_dir, FakeEngine())
