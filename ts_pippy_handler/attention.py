@@ -152,8 +152,7 @@ def allocate_caches(
 class SegmentPlan:
     """One request's part of a batch, with what its attention layers share."""
 
-    def __init__(self, segment: Segment, start: int, device: torch.device) -> None:
-        self.rows = slice(start, start + segment.num_tokens)
+    def __init__(self, segment: Segment, device: torch.device) -> None:
         self.num_tokens = segment.num_tokens
         self.num_cached = segment.num_cached
         self.context_len = segment.context_len
@@ -218,7 +217,7 @@ class AttentionPlan:
         self.segments = []
         slots: list[int] = []
         for segment in segments:
-            self.segments.append(SegmentPlan(segment, len(slots), device))
+            self.segments.append(SegmentPlan(segment, device))
             slots += _new_slots(segment)
         self.slots_T = torch.tensor(slots, dtype=torch.long, device=device)
 
@@ -264,18 +263,11 @@ class CachedAttention(torch.nn.Module):
         """
         self.key_cache_GSD.index_copy_(1, self.plan.slots_T, key_1GTD[0])
         self.value_cache_GSD.index_copy_(1, self.plan.slots_T, value_1GTD[0])
-        # A row alone attends to all that is read for it, so the query heads of a group can be its rows: no mask, and
-        # no copies of keys and values for each head.
-        spec = self.spec
-        grouped_T1GRD = query_1HTD[0].transpose(0, 1).reshape(-1, 1, spec.num_kv_heads, self._group, spec.key_dim)
-        alone = grouped_T1GRD.unbind(0)
-        pieces_tHD = []
-        for segment in self.plan.segments:
-            if segment.num_tokens == 1 and not self._is_eager(sinks_H):
-                attended = self._attend_alone(segment, alone[segment.rows.start])
-            else:
-                attended = self._attend(segment, query_1HTD[:, :, segment.rows], sinks_H)[0].transpose(0, 1)
-            pieces_tHD.append(attended.reshape(-1, spec.num_heads, spec.value_dim))
+        queries_1HtD = query_1HTD.split([segment.num_tokens for segment in self.plan.segments], 2)
+        pieces_tHD = [
+            self._attend(segment, query_1HtD, sinks_H)
+            for segment, query_1HtD in zip(self.plan.segments, queries_1HtD, strict=True)
+        ]
         return torch.cat(pieces_tHD)[None]
 
     @property
@@ -283,28 +275,23 @@ class CachedAttention(torch.nn.Module):
         """Query heads that share a key/value head."""
         return self.spec.num_heads // self.spec.num_kv_heads
 
-    def _is_eager(self, sinks_H: torch.Tensor | None) -> bool:
-        return bool(self.spec.softcap) or sinks_H is not None
-
-    def _read(self, segment: SegmentPlan) -> tuple[int, torch.Tensor, torch.Tensor]:
-        """Return the first token that any row may attend to, and keys and values from there on."""
-        assert self._cache is not None
-        window = self.spec.window
-        first = max(segment.num_cached + 1 - window, 0) if window else 0
-        return first, *segment.read(self._cache, self._index, first)
-
-    def _attend_alone(self, segment: SegmentPlan, query_1GRD: torch.Tensor) -> torch.Tensor:
-        """Return what a single row attends to, [1, G, R, D]."""
-        _, key_1GLD, value_1GLD = self._read(segment)
-        return F.scaled_dot_product_attention(query_1GRD, key_1GLD, value_1GLD, scale=self.spec.scale)
-
     def _attend(self, segment: SegmentPlan, query_1HtD: torch.Tensor, sinks_H: torch.Tensor | None) -> torch.Tensor:
+        """Return what the rows of one request attend to, [t, H, D]."""
+        assert self._cache is not None
         spec = self.spec
-        first, key_1GLD, value_1GLD = self._read(segment)
-        if self._is_eager(sinks_H):
-            return self._attend_eagerly(segment.mask(first, spec.window), query_1HtD, key_1GLD, value_1GLD, sinks_H)
+        # Tokens before this one are outside every row's window, so they need not be read.
+        first = max(segment.num_cached + 1 - spec.window, 0) if spec.window else 0
+        key_1GLD, value_1GLD = segment.read(self._cache, self._index, first)
+        if spec.softcap or sinks_H is not None:
+            mask_tL = segment.mask(first, spec.window)
+            return self._attend_eagerly(mask_tL, query_1HtD, key_1GLD, value_1GLD, sinks_H)[0].transpose(0, 1)
+        if segment.num_tokens == 1:
+            # A single row attends to everything that was read: the query heads of a group become its rows.
+            query_1GRD = query_1HtD.reshape(1, spec.num_kv_heads, self._group, spec.key_dim)
+            attended_1GRD = F.scaled_dot_product_attention(query_1GRD, key_1GLD, value_1GLD, scale=spec.scale)
+            return attended_1GRD.reshape(1, spec.num_heads, spec.value_dim)
         causal = segment.num_cached == 0 and not 0 < spec.window < segment.num_tokens
-        return F.scaled_dot_product_attention(
+        attended_1HtD = F.scaled_dot_product_attention(
             query_1HtD,
             key_1GLD,
             value_1GLD,
@@ -313,6 +300,7 @@ class CachedAttention(torch.nn.Module):
             scale=spec.scale,
             enable_gqa=spec.num_kv_heads != spec.num_heads,
         )
+        return attended_1HtD[0].transpose(0, 1)
 
     def _attend_eagerly(
         self,

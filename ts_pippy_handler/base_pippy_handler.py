@@ -151,12 +151,12 @@ class _SerialSocket(socket.socket):
 
 def send_chunk(body: Any, context: Any, index: int) -> None:
     """Send a piece of an asynchronous request's stream; its headers go with the first one."""
-    answers = [""] * index + [body]
+    _send_item(body, context, index, is_chunk=True)
+
+
+def _send_item(body: Any, context: Any, index: int, *, is_chunk: bool) -> None:
     one = {index: context.request_ids[index]}
-    _send(create_predict_response(answers, one, "Prediction success", 200, context, ts_stream_next=True), context)
-
-
-def _send(message: bytes, context: Any) -> None:
+    message = create_predict_response({index: body}, one, "Prediction success", 200, context, ts_stream_next=is_chunk)
     if type(context.cl_socket) is socket.socket:
         context.cl_socket.__class__ = _SerialSocket
     context.cl_socket.sendall(message)
@@ -176,17 +176,11 @@ def finish_async(answers: list[Any], context: Any, is_stream: Sequence[bool] = (
         is_stream: Which of them have been streamed; none by default.
     """
     for index, answer in enumerate(answers):
-        if is_stream and is_stream[index]:
-            context.set_response_header(index, "ts_stream_next", "true")  # which the encoder turns to false: the last
-            continue
-        status = context.get_response_status(index)[0]
-        if status is None or status < 400:
-            send_chunk(answer, context, index)
-        else:
-            one = {index: context.request_ids[index]}
-            _send(create_predict_response(answers, one, "Prediction success", 200, context), context)
-        answers[index] = ""
-        context.set_response_header(index, "ts_stream_next", "true")
+        if not (is_stream and is_stream[index]):
+            status = context.get_response_status(index)[0]
+            _send_item(answer, context, index, is_chunk=status is None or status < 400)
+            answers[index] = ""
+        context.set_response_header(index, "ts_stream_next", "true")  # which the encoder turns to false: the last
     return answers
 
 

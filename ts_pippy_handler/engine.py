@@ -111,8 +111,7 @@ class Engine:
             InvalidRequestError: If they could never be accepted together.
             OverloadedError: If they can not be now.
         """
-        limits = self.scheduler.limits
-        capacity = limits.max_running + limits.max_waiting
+        capacity = self.scheduler.limits.max_unfinished
         if num_requests > capacity:
             raise InvalidRequestError(f"{num_requests} texts were asked for at once; at most {capacity} are possible")
         if len(self._callbacks) + num_requests > capacity:

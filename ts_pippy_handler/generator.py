@@ -103,8 +103,6 @@ class Answer:
     finish_reason: FinishReason
     logprobs: list[TokenLogprobs] | None = None
     """One for each of ``token_ids``, when asked for."""
-    prompt_text: str = ""
-    """The prompt as text, as far as there is one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,7 +142,7 @@ class Completion:
     @property
     def has_news(self) -> bool:
         """Whether :meth:`progress` has something to tell, counting the end."""
-        return len(self._token_ids) > self._num_taken or self.done.is_set()
+        return self.has_unsent_tokens or self.done.is_set()
 
     def add_callback(self, callback: Callable[[], None], *, every_token: bool = False) -> None:
         """Call ``callback`` when the completion has finished, and before that after every token if asked.
@@ -227,7 +225,6 @@ class Completion:
                 text=self._whole_text(),
                 finish_reason=self._finish_reason,
                 logprobs=None if self.params.logprobs is None else self._logprobs,
-                prompt_text=self.prompt_text,
             )
 
     @property

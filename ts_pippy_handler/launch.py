@@ -13,6 +13,7 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -101,24 +102,21 @@ def make_scheduler(loaded: LoadedRank, config: ServingConfig) -> Scheduler:
 
 def eos_token_ids(model_path: str) -> list[int]:
     """Return the ids that end a text: generation_config.json's, else config.json's; a model may have several."""
-    for name in ("generation_config.json", "config.json"):
-        file = Path(model_path) / name
-        if file.is_file():
-            eos = json.loads(file.read_text("utf-8")).get("eos_token_id")
-            if eos is not None:
-                return [int(each) for each in (eos if isinstance(eos, list) else [eos])]
-    return []
+    eos: Any = next(_written(model_path, "eos_token_id"), [])
+    return [int(each) for each in (eos if isinstance(eos, list) else [eos])]
 
 
 def pad_token_id(model_path: str) -> int | None:
     """Return the id that fills rows: generation_config.json's, else config.json's; many models have none."""
+    return next((pad for pad in _written(model_path, "pad_token_id") if isinstance(pad, int) and pad >= 0), None)
+
+
+def _written(model_path: str, key: str) -> Iterator[Any]:
+    """Return what the checkpoint's files say of generation, the one that counts first."""
     for name in ("generation_config.json", "config.json"):
         file = Path(model_path) / name
-        if file.is_file():
-            pad = json.loads(file.read_text("utf-8")).get("pad_token_id")
-            if isinstance(pad, int) and pad >= 0:
-                return pad
-    return None
+        if file.is_file() and (value := json.loads(file.read_text("utf-8")).get(key)) is not None:
+            yield value
 
 
 class _Spawner:

@@ -13,17 +13,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from ts_pippy_handler.config import Int
 from ts_pippy_handler.errors import InvalidRequestError, NotFoundError, PippyError
 from ts_pippy_handler.generator import Answer, Completion, Progress, Prompt, Wishes
-from ts_pippy_handler.payload import MAX_LOGPROBS, SamplingFields, Text, TokenIds, read_json
+from ts_pippy_handler.payload import MAX_LOGPROBS, MAX_PROMPTS, SamplingFields, Text, TokenIds, checked, read_json
 from ts_pippy_handler.replies import JSON, Call, usage
-from ts_pippy_handler.validation import describe_errors, show
+from ts_pippy_handler.validation import show
 
 _MAX_CHOICES = 128
-_MAX_PROMPTS = 256
 _MAX_TOOLS = 128
 
 _DEFAULT_TOKENS = 16  # of OpenAI's completions
@@ -75,9 +74,9 @@ class CompletionRequest(_Request):
     prompt: (
         Text
         | TokenIds
-        | Annotated[list[Text], Field(min_length=1, max_length=_MAX_PROMPTS)]
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=_MAX_PROMPTS)]
-    ) = Field(description=f"a text, a list of token ids, or a list of 1 to {_MAX_PROMPTS} of either; not empty")
+        | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+    ) = Field(description=f"a text, a list of token ids, or a list of 1 to {MAX_PROMPTS} of either; not empty")
     max_tokens: Int | None = Field(None, ge=1)
     logprobs: Int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
@@ -232,10 +231,7 @@ def _validate(shape: type[_Shape], body: Mapping[str, Any]) -> _Shape:
         value = given.pop(name, None)
         if value is not None and value != _HARMLESS_VALUES.get(name):
             raise InvalidRequestError(f"{name}: {meaning} is not supported, got {show(value)}; leave it out")
-    try:
-        request = shape.model_validate(given)
-    except ValidationError as error:
-        raise InvalidRequestError(describe_errors(error, shape, given)) from None
+    request = checked(shape, given)
     if request.stream_options is not None and not request.stream:
         raise InvalidRequestError("stream_options: needs 'stream': true")
     if request.store:
@@ -268,10 +264,10 @@ class _Format:
         self._with_usage = request.stream_options is not None and request.stream_options.include_usage
         self._frame = {"id": f"{self.id_prefix}-{request_id}", "created": int(time.time()), "model": request.model}
 
-    def whole(self, answers: Sequence[Answer]) -> tuple[Any, str]:
+    def whole(self, completions: Sequence[Completion]) -> tuple[Any, str]:
         """Return the finished object."""
-        choices = [self.choice(number, answer) for number, answer in enumerate(answers)]
-        body = {"object": self.whole_object, "choices": choices, "usage": usage(answers, self._num_choices)}
+        choices = [self.choice(number, completion) for number, completion in enumerate(completions)]
+        body = {"object": self.whole_object, "choices": choices, "usage": usage(completions, self._num_choices)}
         return self._frame | body, JSON
 
     def first(self, completions: Sequence[Completion]) -> str:  # noqa: ARG002 - others need them
@@ -303,7 +299,7 @@ class _Format:
         body: dict[str, Any] = self._frame | {"object": self.chunk_object, "choices": choices}
         return _event(body | ({"usage": counts} if self._with_usage else {}))
 
-    def choice(self, number: int, answer: Answer) -> dict[str, Any]:
+    def choice(self, number: int, completion: Completion) -> dict[str, Any]:
         """Return one entry of ``choices`` of a finished object."""
         raise NotImplementedError
 
@@ -332,9 +328,10 @@ class CompletionFormat(_Format):
         parts = (self._entry(number, each.prompt_text, None, None) for number, each in enumerate(completions))
         return "".join(self.event([part]) for part in parts)
 
-    def choice(self, number: int, answer: Answer) -> dict[str, Any]:
+    def choice(self, number: int, completion: Completion) -> dict[str, Any]:
         """Return one entry of ``choices``."""
-        prompt = answer.prompt_text if self._with_prompt else ""
+        answer = completion.answer()
+        prompt = completion.prompt_text if self._with_prompt else ""
         return self._entry(number, prompt + (answer.text or ""), answer, answer.finish_reason.value)
 
     def part(self, number: int, progress: Progress, reason: str | None) -> dict[str, Any]:
@@ -374,8 +371,9 @@ class ChatFormat(_Format):
         start = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         return "".join(self.event([{"index": number} | start]) for number in range(len(completions)))
 
-    def choice(self, number: int, answer: Answer) -> dict[str, Any]:
+    def choice(self, number: int, completion: Completion) -> dict[str, Any]:
         """Return one entry of ``choices``."""
+        answer = completion.answer()
         message = {"role": "assistant", "content": answer.text}
         logprobs = self._logprobs(answer)
         return {"index": number, "message": message, "logprobs": logprobs, "finish_reason": answer.finish_reason.value}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -35,12 +35,13 @@ _NUMBERS = {
 }
 """Fields of a form that are numbers; a form carries text only."""
 _SWITCHES = {"true": True, "1": True, "false": False, "0": False}
-_MAX_PROMPTS = 256
+MAX_PROMPTS = 256
 _MAX_STOPS = 64
 _MAX_STOP_TOKENS = 64
 _MAX_BIASES = 300
 MAX_LOGPROBS = 20
 
+Shape = TypeVar("Shape", bound=BaseModel)
 Text = Annotated[str, Field(min_length=1)]
 TokenIds = Annotated[list[Int], Field(min_length=1)]
 TokenIdText = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,18})$")]
@@ -128,16 +129,16 @@ class SamplingFields(BaseModel):
 class GenerationPayload(SamplingFields):
     """A request of the plain TorchServe contract."""
 
-    prompt: Text | Annotated[list[Text], Field(min_length=1, max_length=_MAX_PROMPTS)] | None = Field(
-        None, description=f"a text that is not empty, or a list of 1 to {_MAX_PROMPTS} of them"
+    prompt: Text | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)] | None = Field(
+        None, description=f"a text that is not empty, or a list of 1 to {MAX_PROMPTS} of them"
     )
     """One text or several; several give a list of answers."""
     messages: Annotated[list[Message], Field(min_length=1)] | None = Field(
         None, description="a list of at least one {'role': text, 'content': text}"
     )
     """A conversation for the model's chat template, instead of a prompt."""
-    input_ids: TokenIds | Annotated[list[TokenIds], Field(min_length=1, max_length=_MAX_PROMPTS)] | None = Field(
-        None, description=f"a list of at least one token id, or a list of 1 to {_MAX_PROMPTS} of them"
+    input_ids: TokenIds | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)] | None = Field(
+        None, description=f"a list of at least one token id, or a list of 1 to {MAX_PROMPTS} of them"
     )
     """Token ids instead of text, for one prompt or several."""
     max_new_tokens: Int | None = Field(None, ge=1)
@@ -229,10 +230,19 @@ def check_fields(fields: Any) -> GenerationPayload:
     """
     if not isinstance(fields, Mapping):
         raise InvalidRequestError(f"the JSON body must be an object with a 'prompt', got {show(fields)}")
+    return checked(GenerationPayload, fields)
+
+
+def checked(shape: type[Shape], fields: Mapping[str, Any]) -> Shape:
+    """Check the fields of a request of some shape.
+
+    Raises:
+        InvalidRequestError: Naming each wrong field, the value seen and what is allowed.
+    """
     try:
-        return GenerationPayload.model_validate(dict(fields))
+        return shape.model_validate(dict(fields))
     except ValidationError as error:
-        raise InvalidRequestError(describe_errors(error, GenerationPayload, fields)) from None
+        raise InvalidRequestError(describe_errors(error, shape, fields)) from None
 
 
 def read_json(data: Mapping[str, Any]) -> Any:

@@ -7,7 +7,6 @@ says what can be sent by now. Knows no TorchServe, which the handler puts around
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,8 +23,12 @@ class Format(Protocol):
 
     stream_content_type: str
 
-    def whole(self, answers: Sequence[Answer]) -> tuple[Any, str]:
-        """Return the body of a finished answer, one entry per choice, and its content type."""
+    def whole(self, completions: Sequence[Completion]) -> tuple[Any, str]:
+        """Return the body of a finished answer, one entry per choice, and its content type.
+
+        Raises:
+            PippyError: If the pipeline failed.
+        """
 
     def first(self, completions: Sequence[Completion]) -> str:
         """Return what a stream starts with."""
@@ -89,7 +92,6 @@ class Reply:
         self.completions = generator.submit_all(call.prompts, call.wishes, num_choices=call.num_choices)
         self._has_begun = False
         self._ended: set[int] = set()
-        self.begun_at = time.monotonic()
 
     @property
     def is_stream(self) -> bool:
@@ -120,9 +122,9 @@ class Reply:
 
     def _whole(self) -> Output:
         try:
-            body, content_type = self._call.format.whole([completion.answer() for completion in self.completions])
+            body, content_type = self._call.format.whole(self.completions)
         except PippyError as error:
-            return failure(error, self._call.format)
+            return failure(error, self._call.format.error(error))
         return Output(body=body, content_type=content_type)
 
     def _next_chunk(self) -> Output | None:
@@ -132,7 +134,7 @@ class Reply:
         except PippyError as error:
             self.cancel()
             if not self._has_begun:
-                return failure(error, form)
+                return failure(error, form.error(error))
             self._ended = set(range(len(self.completions)))
             return self._chunk(form.streamed_error(error), is_last=True)
         body = "".join(pieces)
@@ -147,7 +149,7 @@ class Reply:
     def _piece(self, number: int, completion: Completion) -> str:
         if number in self._ended or not completion.has_news:
             return ""
-        if completion.done.is_set() and not self._has_begun and not completion.has_unsent_tokens:
+        if not self._has_begun and not completion.has_unsent_tokens:  # only the end is new, and may not come first
             return ""
         progress = completion.progress(may_end=self._has_begun)
         if progress.finish_reason is not None:
@@ -159,12 +161,12 @@ class Reply:
         return Output(body=body, content_type=content_type, is_chunk=True, is_last=is_last)
 
 
-def failure(error: PippyError, form: Format | None = None) -> Output:
-    """Return the output that tells an error instead of an answer."""
-    return Output(body=error.as_dict() if form is None else form.error(error), status=error.status)
+def failure(error: PippyError, body: dict[str, Any]) -> Output:
+    """Return the output that tells an error instead of an answer, in the client's format."""
+    return Output(body=body, status=error.status)
 
 
-def usage(completions: Sequence[Completion] | Sequence[Answer], num_choices: int = 1) -> dict[str, int]:
+def usage(completions: Sequence[Completion], num_choices: int = 1) -> dict[str, int]:
     """Count tokens; prompts that several choices share are counted once."""
     num_prompt = sum(len(each.prompt_token_ids) for each in completions[::num_choices])
     num_new = sum(len(each.token_ids) for each in completions)
@@ -179,18 +181,18 @@ class PlainFormat:
     def __init__(self, *, is_list: bool = False) -> None:
         self._is_list = is_list
 
-    def whole(self, answers: Sequence[Answer]) -> tuple[Any, str]:
+    def whole(self, completions: Sequence[Completion]) -> tuple[Any, str]:
         """Return one object, or a list of them if a list was sent."""
-        bodies = [
-            {
+        bodies = []
+        for completion in completions:
+            answer = completion.answer()
+            body = {
                 "text": answer.text,
                 "token_ids": answer.token_ids,
                 "finish_reason": answer.finish_reason.value,
-                "usage": usage([answer]),
+                "usage": usage([completion]),
             }
-            | _logprobs(answer)
-            for answer in answers
-        ]
+            bodies.append(body | _logprobs(answer))
         return (bodies if self._is_list else bodies[0]), JSON
 
     def first(self, completions: Sequence[Completion]) -> str:  # noqa: ARG002 - others need them
@@ -222,9 +224,9 @@ class PlainFormat:
 class TextFormat(PlainFormat):
     """A bare prompt is answered with bare text."""
 
-    def whole(self, answers: Sequence[Answer]) -> tuple[Any, str]:
+    def whole(self, completions: Sequence[Completion]) -> tuple[Any, str]:
         """Return the text alone."""
-        return answers[0].text or "", "text/plain; charset=utf-8"
+        return completions[0].answer().text or "", "text/plain; charset=utf-8"
 
 
 def _logprobs(source: Answer | Progress) -> dict[str, Any]:

@@ -87,6 +87,11 @@ class Limits:
     num_in_flight: int
     """Batches that may be under way at the same time."""
 
+    @property
+    def max_unfinished(self) -> int:
+        """Requests that may run or wait."""
+        return self.max_running + self.max_waiting
+
 
 @dataclass(slots=True)
 class Step:
@@ -168,7 +173,7 @@ class Scheduler:
                 "(max_new_tokens) are generated"
             )
         unfinished = self.num_running + self.num_waiting if num_unfinished is None else num_unfinished
-        if unfinished >= self.limits.max_running + self.limits.max_waiting:
+        if unfinished >= self.limits.max_unfinished:
             raise OverloadedError(f"{unfinished - self.num_running} requests are waiting already, try again later")
 
     def add(self, number: int, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:

@@ -119,12 +119,11 @@ class TextStream:
         if self.is_stopped:
             return
         self._token_ids.append(token_id)
-        before = self._tokenizer.decode(self._token_ids[self._context : self._decoded])
-        after = self._tokenizer.decode(self._token_ids[self._context :])
-        if after.endswith(_HALF):
+        piece = self._undecoded()
+        if piece.endswith(_HALF):
             return
-        if len(after) > len(before):
-            self._append(after[len(before) :])
+        if piece:
+            self._append(piece)
             self._context = self._decoded
         self._decoded = len(self._token_ids)
 
@@ -139,8 +138,7 @@ class TextStream:
     def finish(self) -> str:
         """Return the rest of the text; an unfinished character shows as U+FFFD."""
         if not self.is_stopped:
-            before = self._tokenizer.decode(self._token_ids[self._context : self._decoded])
-            self._append(self._tokenizer.decode(self._token_ids[self._context :])[len(before) :])
+            self._append(self._undecoded())
             self._context = self._decoded = len(self._token_ids)
         start, self._num_taken = self._num_taken, len(self._text)
         return self._text[start:]
@@ -149,6 +147,11 @@ class TextStream:
         """Return the text so far from its beginning, an unfinished character included."""
         self.finish()
         return self._text
+
+    def _undecoded(self) -> str:
+        """Return what the tokens that are not in the text yet read as, behind those before them."""
+        before = self._tokenizer.decode(self._token_ids[self._context : self._decoded])
+        return self._tokenizer.decode(self._token_ids[self._context :])[len(before) :]
 
     def _append(self, piece: str) -> None:
         searched = max(0, len(self._text) - self._longest_stop + 1)

@@ -71,7 +71,7 @@ class TextGenerationHandler(BasePippyHandler):
         self._answered: deque[str] = deque(maxlen=_REMEMBERED)
         self._changed = threading.Condition()
         self._last_turn = time.monotonic()
-        self._mode = "batch"
+        self._is_continuous = False
         self._model_name = ""
         self._created = int(time.time())
 
@@ -83,17 +83,14 @@ class TextGenerationHandler(BasePippyHandler):
         """
         super().initialize(ctx)
         config: ServingConfig = config_of(ctx)
-        if self._is_async:
-            self._mode = "async"
-        elif ctx.model_yaml_config.get("continuousBatching"):
-            self._mode = "continuous"
+        self._is_continuous = bool(ctx.model_yaml_config.get("continuousBatching"))
         self._model_name = str(getattr(ctx, "model_name", ""))
         tokenizer = Tokenizer.load(config.handler.model_path, trust_remote_code=config.handler.trust_remote_code)
         driver = get_pipeline_driver(None, self.world_size, ctx)
         if driver.serves:
             self.model = driver
             self.generator = Generator(driver.engine, tokenizer, config.handler)
-            if self._mode == "continuous":
+            if self._is_continuous and not self._is_async:
                 threading.Thread(target=self._watch_frontend, name="frontend-watch", daemon=True).start()
         self.initialized = True
 
@@ -101,9 +98,9 @@ class TextGenerationHandler(BasePippyHandler):
         """Answer a batch of requests, each with its own status."""
         if self.generator is None:  # a rank above 0; TorchServe ignores what it answers
             return [""] * len(data)
-        if self._mode == "async":
+        if self._is_async:
             return self._handle_async(data, context)
-        if self._mode == "continuous":
+        if self._is_continuous:
             return self._handle_in_turns(data, context)
         replies = [self._open(item, context, index) for index, item in enumerate(data)]
         return [_write(_wait(reply), context, index) for index, reply in enumerate(replies)]
@@ -118,15 +115,14 @@ class TextGenerationHandler(BasePippyHandler):
             if path == "v1/cancel":
                 return _Answered(Output(body=self._cancel(openai.cancelled_id(item))))
             call = self._call(path, item, context, index)
-            if call.is_stream and self._mode == "batch":
+            if call.is_stream and not (self._is_async or self._is_continuous):
                 raise InvalidRequestError(
                     "stream: this model cannot stream, since its model-config.yaml sets neither continuousBatching "
                     "nor asyncCommunication"
                 )
             return Reply(self.generator, call)
         except PippyError as error:
-            output = failure(error)
-            return _Answered(Output(body=openai.error_body(error), status=error.status) if path else output)
+            return _Answered(failure(error, openai.error_body(error) if path else error.as_dict()))
 
     def _call(self, path: str, item: dict[str, Any], context: Any, index: int) -> Call:
         if not path:

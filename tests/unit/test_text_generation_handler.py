@@ -48,7 +48,7 @@ def make(model_dir: Path, engine: FakeEngine, mode: str = "batch") -> TextGenera
     config = HandlerConfig(model_path=str(model_dir), max_new_tokens=4)
     handler.generator = Generator(engine, Tokenizer(byte_tokenizer()), config)  # type: ignore[arg-type]
     handler._is_async = mode == "async"
-    handler._mode = mode
+    handler._is_continuous = mode == "continuous"
     handler._model_name = "fake"
     return handler
 
