@@ -13,7 +13,18 @@ PACKAGE = Path(__file__).parents[1] / "ts_pippy_handler"
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
 BENCH = ["bench", "bench_cli", "bench_engine", "bench_http", "workload"]
 LIGHT = [
-    *("archive", "config", "errors", "kv_cache", "meter", "partition", "prefix_cache", "request", "scheduler"),
+    *(
+        "archive",
+        "config",
+        "errors",
+        "kv_cache",
+        "meter",
+        "partition",
+        "prefix_cache",
+        "request",
+        "request_state",
+        "scheduler",
+    ),
     *("bench", "bench_cli", "bench_http", "validation", "workload"),
 ]
 
@@ -38,7 +49,7 @@ def test_torchserve_has_one_importer() -> None:
 
 
 def test_torchpippy_has_one_importer() -> None:
-    assert importers("pippy") == ["tracing"]
+    assert importers("pippy") == ["splitting"]
 
 
 def test_http_clients_are_the_business_of_the_bench() -> None:

@@ -20,7 +20,8 @@ from ts_pippy_handler.config import DTYPES, ServingConfig, load_config
 from ts_pippy_handler.errors import ConfigError, InvalidRequestError, PippyError
 
 if TYPE_CHECKING:
-    from ts_pippy_handler.generator import Answer, Prompt, Wishes
+    from ts_pippy_handler.completion import Answer
+    from ts_pippy_handler.generator import Prompt, Wishes
     from ts_pippy_handler.launch import SpawnOptions
 
 _STDERR = 2  # the descriptor: the other ranks' output, whatever it is, must not reach standard output

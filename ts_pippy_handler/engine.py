@@ -24,15 +24,18 @@ from ts_pippy_handler.errors import InvalidRequestError, OverloadedError, Pipeli
 from ts_pippy_handler.loading import LoadedRank
 from ts_pippy_handler.meter import METER, RankStats
 from ts_pippy_handler.request import FinishReason, SamplingParams, TokenEvent, check_sampling
+from ts_pippy_handler.request_state import Step
 from ts_pippy_handler.sampling import logprobs_of, sample
-from ts_pippy_handler.scheduler import Scheduler, Step
+from ts_pippy_handler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
 OnEvent = Callable[[TokenEvent], None]
 Revive = Callable[[PipelineError], LoadedRank]
 
-_INT64_BYTES = 8
+
+class _SchedulingError(PipelineError):
+    """Any of the requests may be the cause, waiting ones included."""
 
 
 class Engine:
@@ -170,7 +173,7 @@ class Engine:
             if timeout_s is not None:
                 heapq.heappush(self._deadlines, (time.monotonic() + timeout_s, number))
             self._callbacks[number] = on_event
-            self._incoming.append(lambda: self.scheduler.add(number, prompt_token_ids, params))
+            self._incoming.append(lambda: self._add(number, prompt_token_ids, params))
             self._wake.notify()
         return number
 
@@ -226,11 +229,18 @@ class Engine:
     def _step(self) -> None:
         self._accept(wait=not self._in_flight)
         has_room = len(self._in_flight) < self.scheduler.limits.num_in_flight
-        step = self.scheduler.schedule() if has_room else None
+        step = self._schedule() if has_room else None
         if step is not None:
             self._in_flight.append((step, self._dispatch(step)))
         elif self._in_flight:
             self._collect()
+
+    def _schedule(self) -> Step | None:
+        try:
+            return self.scheduler.schedule()
+        except Exception as error:
+            logger.exception("scheduling failed")
+            raise _SchedulingError(f"rank 0 could not schedule: {type(error).__name__}: {error}") from error
 
     def _accept(self, wait: bool) -> None:
         """Take over what other threads asked for; sleep when there is nothing to do at all."""
@@ -246,6 +256,13 @@ class Engine:
             action()
         for number in late:
             self._abort(number)
+
+    def _add(self, number: int, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        try:
+            self.scheduler.add(number, prompt_token_ids, params)
+        except Exception as error:
+            logger.exception("request %d could not be accepted", number)
+            self._deliver(number, _failed(PipelineError(f"the request could not be accepted: {error}")))
 
     def _take_late(self) -> list[int]:
         """Return the requests whose time is over; finished ones among them do no harm."""
@@ -287,7 +304,6 @@ class Engine:
             assert self.loaded.transport is not None
             token_ids, logprobs, received = self.loaded.transport.receive_result(batch, self.loaded.vocab_size)
             logits = received if received is not None else torch.empty(0)
-            METER.received(_INT64_BYTES * (1 + len(token_ids)) + logits.nbytes)
             METER.spent("wait")
         self._in_flight.popleft()
         if batch.return_logits:
@@ -323,14 +339,16 @@ class Engine:
     def _recover(self, error: PipelineError) -> None:
         """Bring the pipeline back and compute running requests anew from their tokens, or end everything.
 
-        A request that was running in two failures ends with an error: it may be what causes them.
+        A request that was running in two failures ends with an error: it may be what causes them. So does one that
+        waited while scheduling failed twice.
         """
         self._in_flight.clear()
         self._lost = None
         for number in self._callbacks:
             self._logits.pop(number, None)  # they will be computed again
         logger.error("pipeline failed: %s", error)
-        for number in self.scheduler.restart():
+        running = self.scheduler.restart()
+        for number in list(self._callbacks) if isinstance(error, _SchedulingError) else running:
             self._survived[number] = self._survived.get(number, 0) + 1
             if self._survived[number] > 1:
                 self._deliver(number, _failed(error))

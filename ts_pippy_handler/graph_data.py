@@ -18,7 +18,8 @@ from torch import fx
 
 from ts_pippy_handler.attention import AttentionSpec
 from ts_pippy_handler.errors import UnsupportedModelError
-from ts_pippy_handler.tracing import StageGraph, TracedModel, WireValue, attention_specs
+from ts_pippy_handler.splitting import StageGraph, WireValue, attention_specs
+from ts_pippy_handler.tracing import TracedModel
 
 _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 _MODULES_OF_FUNCTIONS = frozenset({"_operator", "operator", "math", "builtins"})

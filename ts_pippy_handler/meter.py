@@ -40,7 +40,7 @@ class RankStats:
     bookkeeping_s: float
     """On rank 0: scheduling, and telling requests of their tokens. 0 on the others."""
     bytes_received: int
-    """Of activations; on rank 0, of sampled tokens and logits."""
+    """Of activations; on rank 0, of sampled tokens, logprobs and logits."""
     num_receives: int
     """Batches whose activations or results were received."""
     num_batches: int
@@ -89,9 +89,12 @@ class Meter:
         self._sums.num_batches += 1
         self._sums.num_tokens += num_tokens
 
-    def received(self, num_bytes: int) -> None:
-        """Count what came from another rank for one batch."""
+    def received(self) -> None:
+        """Count a batch whose activations or results came from another rank."""
         self._sums.num_receives += 1
+
+    def count_bytes(self, num_bytes: int) -> None:
+        """Count what came from another rank."""
         self._sums.bytes_received += num_bytes
 
     def read(self, *, reset: bool = False) -> dict[str, Any]:

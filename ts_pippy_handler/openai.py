@@ -1,4 +1,4 @@
-"""OpenAI's wire shapes: their requests become calls, our answers become their objects and server-sent events.
+"""OpenAI's requests, checked, become calls.
 
 Under TorchServe the paths are ``/predictions/MODEL/VERSION/v1/...``. A parameter that would not be honoured is
 refused by name, never ignored. Knows no engine and no TorchServe.
@@ -8,27 +8,24 @@ Source of the shapes: OpenAI's API reference, "Completions", "Chat" and "Models"
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from ts_pippy_handler.config import Int
-from ts_pippy_handler.errors import InvalidRequestError, NotFoundError, PippyError
-from ts_pippy_handler.generator import Answer, Completion, Progress, Prompt, Wishes
+from ts_pippy_handler.errors import InvalidRequestError, NotFoundError
+from ts_pippy_handler.generator import Prompt, Wishes
+from ts_pippy_handler.openai_formats import ChatFormat, CompletionFormat, OpenAIFormat
 from ts_pippy_handler.payload import MAX_LOGPROBS, MAX_PROMPTS, SamplingFields, Text, TokenIds, checked, read_json
-from ts_pippy_handler.replies import JSON, Call, usage
+from ts_pippy_handler.replies import Call
+from ts_pippy_handler.text import Tokenizer
 from ts_pippy_handler.validation import show
 
 _MAX_CHOICES = 128
 _MAX_TOOLS = 128
 
 _DEFAULT_TOKENS = 16  # of OpenAI's completions
-
-TokenText = Callable[[int], str]
-"""Returns the text of a single token."""
 
 _UNSUPPORTED = {
     "suffix": "text after the continuation",
@@ -40,9 +37,17 @@ _UNSUPPORTED = {
     "prediction": "predicted outputs",
     "reasoning_effort": "reasoning effort",
     "web_search_options": "web search",
+    "verbosity": "verbosity",
+    "service_tier": "a choice of service tiers",
 }
 """Parameters of OpenAI's that clients send and that would change the answer."""
-_HARMLESS_VALUES: dict[str, Any] = {"response_format": {"type": "text"}, "modalities": ["text"]}
+_HARMLESS_VALUES: dict[str, Sequence[Any]] = {
+    "response_format": [{"type": "text"}],
+    "modalities": [["text"]],
+    "verbosity": ["medium"],
+    "service_tier": ["auto", "default"],
+}
+"""Values of them that ask for what is done anyway."""
 
 
 class _Options(BaseModel):
@@ -60,9 +65,18 @@ class _Request(SamplingFields):
     stream_options: _Options | None = Field(None, description="an object with 'include_usage': true or false")
     user: str | None = None
     """Who asks. For the server's owner only; does not change the answer."""
+    safety_identifier: str | None = None
+    """As ``user``."""
+    prompt_cache_key: str | None = None
+    """As ``user``: shared prompts are found without it."""
     metadata: dict[str, str] | None = Field(None, description="an object of texts")
     """As ``user``."""
     store: bool | None = Field(None, description="false, since nothing is stored")
+
+    @property
+    def with_usage(self) -> bool:
+        """Whether a stream shall tell the token counts."""
+        return self.stream_options is not None and self.stream_options.include_usage
 
 
 _Shape = TypeVar("_Shape", bound=_Request)
@@ -142,7 +156,7 @@ class ChatRequest(_Request):
         return [Prompt(messages=[message.for_template() for message in self.messages], tools=tools)]
 
 
-def parse_completion(body: Mapping[str, Any], request_id: str, token_text: TokenText) -> Call:
+def parse_completion(body: Mapping[str, Any], request_id: str, tokenizer: Tokenizer | None) -> Call:
     """Check the body of ``v1/completions``.
 
     Raises:
@@ -157,11 +171,18 @@ def parse_completion(body: Mapping[str, Any], request_id: str, token_text: Token
     wishes = request.sampling_wishes(
         max_new_tokens=request.max_tokens or _DEFAULT_TOKENS, logprobs=request.logprobs, samples_by_default=True
     )
-    form = CompletionFormat(request_id, request, choices, token_text, with_prompt=bool(request.echo))
+    form = CompletionFormat(
+        request_id,
+        request.model,
+        choices,
+        tokenizer,
+        with_usage=request.with_usage,
+        with_prompt=bool(request.echo),
+    )
     return _call(request, request.prompts(), wishes, form)
 
 
-def parse_chat(body: Mapping[str, Any], request_id: str, token_text: TokenText) -> Call:
+def parse_chat(body: Mapping[str, Any], request_id: str, tokenizer: Tokenizer | None) -> Call:
     """Check the body of ``v1/chat/completions``.
 
     Raises:
@@ -179,7 +200,7 @@ def parse_chat(body: Mapping[str, Any], request_id: str, token_text: TokenText) 
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         samples_by_default=True,
     )
-    form = ChatFormat(request_id, request, request.n or 1, token_text)
+    form = ChatFormat(request_id, request.model, request.n or 1, tokenizer, with_usage=request.with_usage)
     return _call(request, request.prompts(), wishes, form)
 
 
@@ -216,12 +237,6 @@ def cancelled_id(body: Mapping[str, Any]) -> str:
     return name.removeprefix("chatcmpl-").removeprefix("cmpl-")
 
 
-def error_body(error: PippyError) -> dict[str, Any]:
-    """Return an error as OpenAI's clients read it."""
-    kind = "invalid_request_error" if error.status < 500 else "server_error"
-    return {"error": {"message": str(error), "type": kind, "code": error.code, "param": None}}
-
-
 def _validate(shape: type[_Shape], body: Mapping[str, Any]) -> _Shape:
     fields = read_json(body)
     if not isinstance(fields, Mapping):
@@ -229,7 +244,7 @@ def _validate(shape: type[_Shape], body: Mapping[str, Any]) -> _Shape:
     given = {str(name): value for name, value in fields.items()}
     for name, meaning in _UNSUPPORTED.items():
         value = given.pop(name, None)
-        if value is not None and value != _HARMLESS_VALUES.get(name):
+        if value is not None and value not in _HARMLESS_VALUES.get(name, ()):
             raise InvalidRequestError(f"{name}: {meaning} is not supported, got {show(value)}; leave it out")
     request = checked(shape, given)
     if request.stream_options is not None and not request.stream:
@@ -239,7 +254,7 @@ def _validate(shape: type[_Shape], body: Mapping[str, Any]) -> _Shape:
     return request
 
 
-def _call(request: _Request, prompts: list[Prompt], wishes: Wishes, form: _Format) -> Call:
+def _call(request: _Request, prompts: list[Prompt], wishes: Wishes, form: OpenAIFormat) -> Call:
     return Call(
         prompts=prompts,
         wishes=wishes,
@@ -248,159 +263,3 @@ def _call(request: _Request, prompts: list[Prompt], wishes: Wishes, form: _Forma
         num_choices=request.n or 1,
         is_stream=bool(request.stream),
     )
-
-
-class _Format:
-    """Writes answers as one kind of OpenAI object."""
-
-    stream_content_type = "text/event-stream; charset=utf-8"
-    whole_object: str
-    chunk_object: str
-    id_prefix: str
-
-    def __init__(self, request_id: str, request: _Request, num_choices: int, token_text: TokenText) -> None:
-        self.token_text = token_text
-        self._num_choices = num_choices
-        self._with_usage = request.stream_options is not None and request.stream_options.include_usage
-        self._frame = {"id": f"{self.id_prefix}-{request_id}", "created": int(time.time()), "model": request.model}
-
-    def whole(self, completions: Sequence[Completion]) -> tuple[Any, str]:
-        """Return the finished object."""
-        choices = [self.choice(number, completion) for number, completion in enumerate(completions)]
-        body = {"object": self.whole_object, "choices": choices, "usage": usage(completions, self._num_choices)}
-        return self._frame | body, JSON
-
-    def first(self, completions: Sequence[Completion]) -> str:  # noqa: ARG002 - others need them
-        """Return nothing; chats begin with the role."""
-        return ""
-
-    def piece(self, choice: int, progress: Progress) -> str:
-        """Return an event with the new text of a choice."""
-        reason = None if progress.finish_reason is None else progress.finish_reason.value
-        if not progress.text and not progress.token_ids and reason is None:
-            return ""
-        return self.event([self.part(choice, progress, reason)])
-
-    def last(self, completions: Sequence[Completion]) -> str:
-        """Return the usage, if it was asked for, and the end mark."""
-        counted = self.event([], usage(completions, self._num_choices)) if self._with_usage else ""
-        return counted + _DONE
-
-    def error(self, error: PippyError) -> dict[str, Any]:
-        """Return the error as OpenAI's clients read it."""
-        return error_body(error)
-
-    def streamed_error(self, error: PippyError) -> str:
-        """Return the error as an event, and the end mark."""
-        return _event(error_body(error)) + _DONE
-
-    def event(self, choices: list[dict[str, Any]], counts: dict[str, int] | None = None) -> str:
-        """Return one server-sent event."""
-        body: dict[str, Any] = self._frame | {"object": self.chunk_object, "choices": choices}
-        return _event(body | ({"usage": counts} if self._with_usage else {}))
-
-    def choice(self, number: int, completion: Completion) -> dict[str, Any]:
-        """Return one entry of ``choices`` of a finished object."""
-        raise NotImplementedError
-
-    def part(self, number: int, progress: Progress, reason: str | None) -> dict[str, Any]:
-        """Return one entry of ``choices`` of a chunk."""
-        raise NotImplementedError
-
-
-class CompletionFormat(_Format):
-    """``text_completion`` objects."""
-
-    whole_object = chunk_object = "text_completion"
-    id_prefix = "cmpl"
-
-    def __init__(
-        self, request_id: str, request: _Request, num_choices: int, token_text: TokenText, *, with_prompt: bool
-    ) -> None:
-        super().__init__(request_id, request, num_choices, token_text)
-        self._with_prompt = with_prompt
-        self._offsets: dict[int, int] = {}
-
-    def first(self, completions: Sequence[Completion]) -> str:
-        """Return an event with the prompt of each choice, if it shall be repeated."""
-        if not self._with_prompt:
-            return ""
-        parts = (self._entry(number, each.prompt_text, None, None) for number, each in enumerate(completions))
-        return "".join(self.event([part]) for part in parts)
-
-    def choice(self, number: int, completion: Completion) -> dict[str, Any]:
-        """Return one entry of ``choices``."""
-        answer = completion.answer()
-        prompt = completion.prompt_text if self._with_prompt else ""
-        return self._entry(number, prompt + (answer.text or ""), answer, answer.finish_reason.value)
-
-    def part(self, number: int, progress: Progress, reason: str | None) -> dict[str, Any]:
-        """Return one entry of ``choices``."""
-        return self._entry(number, progress.text, progress, reason)
-
-    def _entry(self, number: int, text: str, source: Answer | Progress | None, reason: str | None) -> dict[str, Any]:
-        logprobs = None if source is None or source.logprobs is None else self._logprobs(number, source)
-        return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": reason}
-
-    def _logprobs(self, number: int, source: Answer | Progress) -> dict[str, Any]:
-        tokens = [self.token_text(token_id) for token_id in source.token_ids]
-        offsets = []
-        for token in tokens:
-            offsets.append(self._offsets.get(number, 0))
-            self._offsets[number] = offsets[-1] + len(token)
-        return {
-            "tokens": tokens,
-            "token_logprobs": [each.logprob for each in source.logprobs or []],
-            "top_logprobs": [
-                {self.token_text(token_id): logprob for token_id, logprob in each.top} | {token: each.logprob}
-                for token, each in zip(tokens, source.logprobs or [], strict=True)
-            ],
-            "text_offset": offsets,
-        }
-
-
-class ChatFormat(_Format):
-    """``chat.completion`` objects."""
-
-    whole_object = "chat.completion"
-    chunk_object = "chat.completion.chunk"
-    id_prefix = "chatcmpl"
-
-    def first(self, completions: Sequence[Completion]) -> str:
-        """Return an event for each choice that says who speaks."""
-        start = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        return "".join(self.event([{"index": number} | start]) for number in range(len(completions)))
-
-    def choice(self, number: int, completion: Completion) -> dict[str, Any]:
-        """Return one entry of ``choices``."""
-        answer = completion.answer()
-        message = {"role": "assistant", "content": answer.text}
-        logprobs = self._logprobs(answer)
-        return {"index": number, "message": message, "logprobs": logprobs, "finish_reason": answer.finish_reason.value}
-
-    def part(self, number: int, progress: Progress, reason: str | None) -> dict[str, Any]:
-        """Return one entry of ``choices``."""
-        delta = {"content": progress.text} if progress.text or reason is None else {}
-        return {"index": number, "delta": delta, "logprobs": self._logprobs(progress), "finish_reason": reason}
-
-    def _logprobs(self, source: Answer | Progress) -> dict[str, Any] | None:
-        if source.logprobs is None:
-            return None
-        content = [
-            self._token(token_id, each.logprob)
-            | {"top_logprobs": [self._token(other, logprob) for other, logprob in each.top]}
-            for token_id, each in zip(source.token_ids, source.logprobs, strict=True)
-        ]
-        return {"content": content, "refusal": None}
-
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text = self.token_text(token_id)
-        # The bytes of a token that holds part of a character cannot be told from its text.
-        return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
-
-
-_DONE = "data: [DONE]\n\n"
-
-
-def _event(body: Any) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"

@@ -96,15 +96,7 @@ class SamplingFields(BaseModel):
             max_new_tokens: New tokens, under whatever name they were asked for.
             logprobs: Alternatives to report for each token; None reports nothing.
             samples_by_default: Whether a request that names no temperature is sampled.
-
-        Raises:
-            InvalidRequestError: If values contradict each other.
         """
-        if self.min_tokens and max_new_tokens and self.min_tokens > max_new_tokens:
-            raise InvalidRequestError(
-                f"min_tokens: must be at most the number of new tokens, which is {max_new_tokens}, "
-                f"got {self.min_tokens}"
-            )
         return Wishes(
             max_new_tokens=max_new_tokens,
             temperature=self.temperature,
@@ -146,14 +138,6 @@ class GenerationPayload(SamplingFields):
     """How many likely tokens to report beside each chosen one."""
     stream: bool = False
     """Whether the answer comes in pieces, one JSON object per line."""
-
-    @model_validator(mode="after")
-    def _enough_tokens(self) -> GenerationPayload:
-        if self.min_tokens and self.max_new_tokens and self.min_tokens > self.max_new_tokens:
-            raise ValueError(
-                f"min_tokens: must be at most max_new_tokens, which is {self.max_new_tokens}, got {self.min_tokens}"
-            )
-        return self
 
     @model_validator(mode="after")
     def _one_source(self) -> GenerationPayload:

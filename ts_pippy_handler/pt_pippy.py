@@ -8,7 +8,7 @@ import TorchServe.
 from __future__ import annotations
 
 import queue
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -135,6 +135,7 @@ class PipelineDriver:
             InvalidRequestError: If an argument is not supported or the prompt does not fit.
         """
         _refuse(unknown, "the pipeline driver's forward")
+        _check_batch(input_ids, attention_mask, "the pipeline driver's forward")
         rows = _unpadded(input_ids, attention_mask)
         params = SamplingParams(max_new_tokens=1, only_logits=True)
         numbers = self._run_all([row for row, _ in rows], params)
@@ -189,12 +190,10 @@ class PipelineDriver:
             InvalidRequestError: If an argument is not supported or a row does not fit.
             PipelineError: If the pipeline fails.
         """
-        _refuse(unknown, "generate")
-        prompts = input_ids if input_ids is not None else inputs
-        if prompts is None or prompts.dim() != 2:
-            raise InvalidRequestError("generate: input_ids must be a tensor of shape [batch, length]")
-        pad = self._pad_token_id(pad_token_id)
         eos = set(self.engine.eos_token_ids)
+        _refuse(unknown, "generate", {"eos_token_id": (None, sorted(eos), *(eos if len(eos) == 1 else ()))})
+        prompts = _check_batch(input_ids if input_ids is not None else inputs, attention_mask, "generate")
+        pad = self._pad_token_id(pad_token_id)
         is_sure = pad not in eos
         rows = [row for row, _ in _unpadded(prompts, attention_mask, {pad} if is_sure else eos, is_sure=is_sure)]
         sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p} if do_sample else {}
@@ -265,11 +264,30 @@ def _num_new(num_prompt: int, max_new_tokens: int | None, max_length: int | None
     return max_length - num_prompt
 
 
-def _refuse(unknown: dict[str, object], what: str) -> None:
+def _check_batch(input_ids: object, attention_mask: torch.Tensor | None, what: str) -> torch.Tensor:
+    seen = type(input_ids).__name__ if not isinstance(input_ids, torch.Tensor) else f"shape {list(input_ids.shape)}"
+    if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2 or 0 in input_ids.shape:
+        raise InvalidRequestError(f"{what}: input_ids must be a tensor of shape [batch, length], none 0, got {seen}")
+    if input_ids.is_floating_point() or input_ids.dtype is torch.bool:
+        raise InvalidRequestError(f"{what}: input_ids must be whole numbers, got {input_ids.dtype}")
+    if attention_mask is not None and attention_mask.shape != input_ids.shape:
+        raise InvalidRequestError(
+            f"{what}: attention_mask must have the shape of input_ids, {list(input_ids.shape)}, "
+            f"got {list(attention_mask.shape)}"
+        )
+    return input_ids
+
+
+def _refuse(unknown: dict[str, object], what: str, allowed: Mapping[str, tuple[Any, ...]] | None = None) -> None:
     # What asks for the behaviour that is there anyway is accepted; upstream's callers pass some of it.
-    harmless = {"use_cache": (True, False, None), "return_dict": (True, None), "num_beams": (1, None)}
+    harmless: dict[str, tuple[Any, ...]] = {
+        "use_cache": (True, False, None),
+        "return_dict": (True, None),
+        "num_beams": (1, None),
+        **(allowed or {}),
+    }
     for name, value in unknown.items():
-        if name not in harmless or value not in harmless[name]:
+        if name not in harmless or not any(value is same or value == same for same in harmless[name]):
             raise InvalidRequestError(f"{what} does not support {name}={value!r}")
 
 

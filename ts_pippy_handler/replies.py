@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ts_pippy_handler.completion import Answer, Completion, Progress
 from ts_pippy_handler.errors import PippyError
-from ts_pippy_handler.generator import Answer, Completion, Generator, Progress, Prompt, Wishes
+from ts_pippy_handler.generator import Generator, Prompt, Wishes
 
 JSON = "application/json"
 _REASONS = {400: "Bad Request", 404: "Not Found", 429: "Too Many Requests", 503: "Service Unavailable"}

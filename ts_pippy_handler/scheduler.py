@@ -16,63 +16,13 @@ from __future__ import annotations
 import bisect
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ts_pippy_handler.errors import InvalidRequestError, OverloadedError
 from ts_pippy_handler.kv_cache import BlockAllocator
 from ts_pippy_handler.prefix_cache import extend_names
-from ts_pippy_handler.request import (
-    Batch,
-    FinishReason,
-    Processing,
-    SampledRow,
-    SamplingParams,
-    Segment,
-    TokenEvent,
-    TokenLogprobs,
-)
-
-_PROCESSED = (
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "min_tokens",
-    "logprobs",
-)
-"""What a request asks for by a :class:`Processing` on its rows, where it differs from the default."""
-
-
-@dataclass(eq=False, slots=True)
-class RequestState:
-    """A request inside the scheduler."""
-
-    number: int
-    params: SamplingParams
-    num_prompt: int
-    tokens: list[int]
-    num_scheduled: int = 0
-    is_awaited: bool = False
-    """Whether a batch in flight will bring its next token."""
-    last_batch: int = -1
-    """The batch that carried it last, or the newest one when it was admitted; the least comes first."""
-    num_shared: int = 0
-    """Tokens found in the cache when it was admitted."""
-    block_names: list[bytes] = field(default_factory=list)
-    """Names of its full blocks, as far as they were needed (see :mod:`~ts_pippy_handler.prefix_cache`)."""
-    is_processed: bool = False
-    """Whether it asks for more than temperature, top_k and top_p."""
-
-    @property
-    def num_generated(self) -> int:
-        """New tokens so far."""
-        return len(self.tokens) - self.num_prompt
-
-    @property
-    def num_unscheduled(self) -> int:
-        """Known tokens that no batch has carried yet."""
-        return len(self.tokens) - self.num_scheduled
+from ts_pippy_handler.request import Batch, FinishReason, SamplingParams, Segment, TokenEvent, TokenLogprobs
+from ts_pippy_handler.request_state import RequestState, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +41,6 @@ class Limits:
     def max_unfinished(self) -> int:
         """Requests that may run or wait."""
         return self.max_running + self.max_waiting
-
-
-@dataclass(slots=True)
-class Step:
-    """A batch and who gets what of its result."""
-
-    batch: Batch
-    sampled: list[tuple[RequestState, int]] = field(default_factory=list)
-    """Requests with sampled rows, in order, and how many rows each has."""
 
 
 class Scheduler:
@@ -157,20 +98,22 @@ class Scheduler:
         room = min(self.limits.max_len, self.allocator.num_blocks * self.allocator.block_size)
         if num_prompt < 1:
             raise InvalidRequestError("the prompt is empty: it has no tokens, at least one is needed")
-        if num_prompt + (0 if params.only_logits else 1) > room:
+        if params.only_logits:
+            if num_prompt > room:
+                raise InvalidRequestError(f"the prompt has {num_prompt} tokens; at most {room} fit")
+        elif num_prompt + 1 > room:
             raise InvalidRequestError(
                 f"the prompt has {num_prompt} tokens; at most {room - 1} fit, "
                 f"so that one new token stays within the limit of {room}"
             )
-        if not params.only_logits and num_prompt + params.max_new_tokens > room:
+        elif num_prompt + params.max_new_tokens > room:
             raise InvalidRequestError(
-                f"max_new_tokens is {params.max_new_tokens}, but with a prompt of {num_prompt} tokens "
+                f"max_new_tokens (max_tokens) is {params.max_new_tokens}, but with a prompt of {num_prompt} tokens "
                 f"at most {room - num_prompt} are possible (limit of {room} in all)"
             )
         if params.min_tokens > params.max_new_tokens:
             raise InvalidRequestError(
-                f"min_tokens is {params.min_tokens}, but at most {params.max_new_tokens} new tokens "
-                "(max_new_tokens) are generated"
+                f"min_tokens is {params.min_tokens}, but at most {params.max_new_tokens} new tokens are generated"
             )
         unfinished = self.num_running + self.num_waiting if num_unfinished is None else num_unfinished
         if unfinished >= self.limits.max_unfinished:
@@ -178,9 +121,7 @@ class Scheduler:
 
     def add(self, number: int, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         """Accept a request that passed :meth:`check`."""
-        sequence = RequestState(number, params, len(prompt_token_ids), list(prompt_token_ids))
-        sequence.is_processed = _is_processed(params)
-        self._waiting.append(sequence)
+        self._waiting.append(RequestState(number, params, len(prompt_token_ids), list(prompt_token_ids)))
 
     def abort(self, number: int) -> bool:
         """Forget a request and free its cache at once; False if it is unknown or has finished.
@@ -359,27 +300,10 @@ class Scheduler:
             step.batch = Batch(batch.number, batch.token_ids, batch.segments, batch.sampled, return_logits=True)
         if sequence.num_unscheduled == 0 or only_logits:
             first = batch.num_tokens - (num_tokens if only_logits else 1)
-            processing = self._processing(sequence) if sequence.is_processed else None
-            batch.sampled.extend(_sampled_row(row, sequence, processing) for row in range(first, batch.num_tokens))
+            batch.sampled.extend(sequence.sampled_rows(range(first, batch.num_tokens), self.ends(sequence.params)))
             step.sampled.append((sequence, batch.num_tokens - first))
             sequence.is_awaited = True
         return num_tokens
-
-    def _processing(self, sequence: RequestState) -> Processing:
-        params, tokens, num_prompt = sequence.params, sequence.tokens, sequence.num_prompt
-        repeats = params.repetition_penalty != 1
-        counts = bool(params.presence_penalty or params.frequency_penalty)
-        return Processing(
-            prompt=tokens[:num_prompt] if repeats else [],
-            generated=tokens[num_prompt:] if repeats or counts else [],
-            min_p=params.min_p,
-            repetition_penalty=params.repetition_penalty,
-            presence_penalty=params.presence_penalty,
-            frequency_penalty=params.frequency_penalty,
-            logit_bias=params.logit_bias,
-            suppressed=sorted(self.ends(params)) if sequence.num_generated < params.min_tokens else [],
-            logprobs=params.logprobs,
-        )
 
     def _reserve(self, sequence: RequestState, num_tokens: int, batch_number: int) -> bool:
         """Make sure the cache holds ``num_tokens`` of the request, evicting younger requests if it must.
@@ -414,15 +338,3 @@ class Scheduler:
         elif sequence.num_generated >= params.max_new_tokens:
             reason = FinishReason.LENGTH
         return TokenEvent(token_id=token_id, finish_reason=reason, logprobs=logprobs)
-
-
-def _sampled_row(row: int, sequence: RequestState, processing: Processing | None) -> SampledRow:
-    params = sequence.params
-    return SampledRow(
-        row, len(sequence.tokens), params.temperature, params.top_k, params.top_p, params.seed, processing
-    )
-
-
-def _is_processed(params: SamplingParams) -> bool:
-    plain = SamplingParams(max_new_tokens=params.max_new_tokens)
-    return not params.only_logits and any(getattr(params, name) != getattr(plain, name) for name in _PROCESSED)

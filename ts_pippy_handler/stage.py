@@ -1,6 +1,6 @@
 """One pipeline stage in memory: its part of the graph, its weights, its cache, and one pass over a batch.
 
-Turns a :class:`~ts_pippy_handler.tracing.StageGraph` into something that runs: weights are read from the checkpoint
+Turns a :class:`~ts_pippy_handler.splitting.StageGraph` into something that runs: weights are read from the checkpoint
 straight to the device, attention operators become cached attention, the device of the trace becomes the real one.
 Knows nothing of other ranks; what goes in and out of a pass is a dict of named tensors.
 """
@@ -18,7 +18,8 @@ from ts_pippy_handler.errors import CheckpointError, UnsupportedModelError
 from ts_pippy_handler.graph_data import ModelFacts
 from ts_pippy_handler.packing import PackedWeight, pack, use_packed_linears
 from ts_pippy_handler.request import Batch
-from ts_pippy_handler.tracing import StageGraph, TracedModel, is_attention
+from ts_pippy_handler.splitting import StageGraph
+from ts_pippy_handler.tracing import TracedModel, is_attention
 from ts_pippy_handler.weights import Checkpoint
 
 

@@ -5,6 +5,8 @@ Knows one request's text at a time; knows nothing of engines or HTTP.
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ _TOKENIZER_FILES = (
 )
 
 
-_HALF = "\ufffd"
+HALF_CHARACTER = "\ufffd"
 """What the bytes of an unfinished character decode to."""
 
 
@@ -51,7 +53,17 @@ class Tokenizer:
         return cls(loaded)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a prompt, with the special tokens the model expects."""
+        """Return the token ids of a prompt, with the special tokens the model expects.
+
+        Raises:
+            InvalidRequestError: If the text cannot be written as UTF-8.
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(
+                f"the prompt is no text: it holds half of a surrogate pair at offset {error.start}"
+            ) from None
         ids: list[int] = self._tokenizer(text)["input_ids"]
         return ids
 
@@ -93,6 +105,22 @@ class Tokenizer:
         text: str = self._tokenizer.decode([token_id])
         return text
 
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Return the bytes of a token that holds part of a character; None if the tokenizer does not tell."""
+        name = self._tokenizer.convert_ids_to_tokens(token_id)
+        if found := re.fullmatch(r"<0x([0-9A-F]{2})>", name or ""):
+            return bytes.fromhex(found[1])
+        values = _byte_values()
+        return bytes(values[each] for each in name) if name and all(each in values for each in name) else None
+
+
+@functools.cache
+def _byte_values() -> dict[str, int]:
+    """Return the byte that each character stands for in the tokens of byte-level tokenizers."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode  # takes a second to import
+
+    return {character: byte for byte, character in bytes_to_unicode().items()}
+
 
 class TextStream:
     """The text of one answer, growing token by token: never half a character, never past a stop string.
@@ -120,7 +148,7 @@ class TextStream:
             return
         self._token_ids.append(token_id)
         piece = self._undecoded()
-        if piece.endswith(_HALF):
+        if piece.endswith(HALF_CHARACTER):
             return
         if piece:
             self._append(piece)

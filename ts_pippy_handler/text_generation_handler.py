@@ -20,6 +20,7 @@ from ts_pippy_handler.base_pippy_handler import BasePippyHandler, finish_async, 
 from ts_pippy_handler.config import ServingConfig
 from ts_pippy_handler.errors import InvalidRequestError, NotFoundError, PippyError
 from ts_pippy_handler.generator import Generator
+from ts_pippy_handler.openai_formats import error_body
 from ts_pippy_handler.payload import parse_request
 from ts_pippy_handler.pt_pippy import config_of, get_pipeline_driver
 from ts_pippy_handler.replies import Call, Output, Reply, failure
@@ -122,25 +123,21 @@ class TextGenerationHandler(BasePippyHandler):
                 )
             return Reply(self.generator, call)
         except PippyError as error:
-            return _Answered(failure(error, openai.error_body(error) if path else error.as_dict()))
+            return _Answered(failure(error, error_body(error) if path else error.as_dict()))
 
     def _call(self, path: str, item: dict[str, Any], context: Any, index: int) -> Call:
         if not path:
             return parse_request(item, _header(context, index, "content-type")).call()
+        assert self.generator is not None
         request_id = context.request_ids[index]
         if path == "v1/completions":
-            call = openai.parse_completion(item, request_id, self._token_text)
+            call = openai.parse_completion(item, request_id, self.generator.tokenizer)
         elif path == "v1/chat/completions":
-            call = openai.parse_chat(item, request_id, self._token_text)
+            call = openai.parse_chat(item, request_id, self.generator.tokenizer)
         else:
             raise NotFoundError(f"path {path!r} is not here; there are {', '.join(_PATHS)}")
         openai.check_model(call.model or "", self._model_name)
         return call
-
-    def _token_text(self, token_id: int) -> str:
-        assert self.generator is not None
-        tokenizer = self.generator.tokenizer
-        return str(token_id) if tokenizer is None else tokenizer.token_text(token_id)
 
     def _models(self, path: str) -> dict[str, Any]:
         name = path.removeprefix("v1/models").strip("/")

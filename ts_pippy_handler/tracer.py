@@ -50,11 +50,11 @@ def trace_stages(config: ServingConfig, num_stages: int) -> list[bytes]:
 
 def _trace(config: ServingConfig, num_stages: int) -> list[bytes]:
     # Imported here: the parent imports this module too, and needs none of it.
-    from ts_pippy_handler import loading, tracing
+    from ts_pippy_handler import loading, splitting
     from ts_pippy_handler.graph_data import ModelFacts, encode_stage
 
     traced = loading.trace_checkpoint(config)
-    graphs = tracing.split(traced, loading.layers_per_stage(traced, config.pippy, num_stages))
+    graphs = splitting.split(traced, loading.layers_per_stage(traced, config.pippy, num_stages))
     return [encode_stage(graph, ModelFacts.of(traced, graph)) for graph in graphs]
 
 

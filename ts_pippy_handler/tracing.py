@@ -1,18 +1,15 @@
-"""Trace a Hugging Face causal model once, without weights, and cut the trace into stages.
+"""Trace a Hugging Face causal model once, without weights.
 
 :func:`trace` exports the model on the meta device with a dynamic number of tokens and every attention call behind
-one operator. :func:`split` lets torchpippy cut the graph before chosen layers. This is the only module that touches
-torchpippy (0.2.0, its last release). Knows nothing of weights on disk, of ranks, or of how a stage is run.
+one operator; :mod:`~ts_pippy_handler.splitting` cuts the graph into stages. Knows nothing of weights on disk, of
+ranks, or of how a stage is run.
 
-Sources: ``torch.export``; torchpippy 0.2.0 ``pippy/IR.py``.
+Source: ``torch.export``.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import warnings
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +25,8 @@ from ts_pippy_handler.errors import CheckpointError, UnsupportedModelError
 INPUT_NAMES = ("input_ids", "position_ids", "logit_rows")
 """Inputs of the traced graph: tokens [1, T], their positions [1, T], and the rows [R] whose logits are wanted."""
 
-_SHAPE = "ts_pippy_shape"  # node.meta key: (shape with None for T, dtype), plain data that survives splitting
+SHAPE = "ts_pippy_shape"
+"""Key of ``node.meta``: (shape with None for T, dtype), plain data that survives splitting."""
 _MAX_DIM = 1 << 24
 
 
@@ -43,36 +41,6 @@ class _Packed(torch.nn.Module):
         output = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=logit_rows)
         logits: torch.Tensor = output.logits[0]
         return logits
-
-
-@dataclass(frozen=True, kw_only=True)
-class WireValue:
-    """A tensor that one stage sends to the next."""
-
-    name: str
-    shape: tuple[int | None, ...]
-    """None stands for the number of rows of the batch."""
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageGraph:
-    """One stage of the split model, still without weights."""
-
-    index: int
-    num_stages: int
-    first_layer: int
-    num_layers: int
-    module: fx.GraphModule
-    inputs: tuple[str, ...]
-    """Where each argument comes from: one of :data:`INPUT_NAMES` or the name of a received value."""
-    outputs: tuple[str, ...]
-    receives: tuple[WireValue, ...]
-    sends: tuple[WireValue, ...]
-    tensors: dict[str, str]
-    """Name of each parameter and buffer in ``module``, and its name in the Hugging Face model."""
-    attention: tuple[AttentionSpec, ...]
-    """What each attention operator of ``module`` needs to run, in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,13 +69,13 @@ class TracedModel:
         self.base_model_prefix = str(getattr(model, "base_model_prefix", ""))
         self.persistent_buffers = set(model.state_dict()) & set(buffers)
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
-        self._layer_starts, self._layers_end = _find_layers(graph, model)
+        self.layer_starts, self._layers_end = _find_layers(graph, model)
         self._check_layers()
 
     @property
     def num_layers(self) -> int:
         """Layers that can be spread over stages."""
-        return len(self._layer_starts)
+        return len(self.layer_starts)
 
     def _check_layers(self) -> None:
         """Refuse what would answer wrongly in silence: state between tokens, or a window, that no operator carries.
@@ -120,7 +88,7 @@ class TracedModel:
         windows: dict[int, int] = {}
         for node, layer in layers.items():
             if is_attention(node):
-                windows[layer] = _attention_spec(node).window
+                windows[layer] = attention_spec(node).window
             elif node.op == "call_function" and "conv" in str(node.target):
                 raise UnsupportedModelError(f"{kind}: layer {layer} mixes neighbouring tokens with {node.target}")
         text_config = self.config.get_text_config()
@@ -167,7 +135,7 @@ class TracedModel:
         layers: dict[fx.Node, int] = {}
         current = 0
         for node in self.graph.graph.nodes:
-            if current + 1 < self.num_layers and node is self._layer_starts[current + 1]:
+            if current + 1 < self.num_layers and node is self.layer_starts[current + 1]:
                 current += 1
             layers[node] = current
         return layers
@@ -193,7 +161,7 @@ class TracedModel:
         kv = [0] * self.num_layers
         for node in self.graph.graph.nodes:
             if is_attention(node):
-                kv[layers[node]] += _attention_spec(node).values_per_token
+                kv[layers[node]] += attention_spec(node).values_per_token
             for source in node.all_input_nodes:
                 if source.op == "get_attr" and source.target.removeprefix("model.") in self.parameters:
                     is_lookup = node.target is torch.ops.aten.embedding.default
@@ -297,7 +265,7 @@ def _clean(graph: fx.GraphModule) -> None:
     for node in graph.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor):
-            node.meta[_SHAPE] = (tuple(_plain_dim(dim, symbol) for dim in value.shape), value.dtype)
+            node.meta[SHAPE] = (tuple(_plain_dim(dim, symbol) for dim in value.shape), value.dtype)
     graph.recompile()
 
 
@@ -353,11 +321,12 @@ def _layer_index(node: fx.Node, container: str) -> int | None:
     return None
 
 
-def _attention_spec(node: fx.Node) -> AttentionSpec:
+def attention_spec(node: fx.Node) -> AttentionSpec:
+    """Return what an attention call needs to run."""
     query, key, value, _, layer, scale, window, softcap = node.args
 
     def dim(tensor: Any, index: int) -> int:
-        size = tensor.meta[_SHAPE][0][index]
+        size = tensor.meta[SHAPE][0][index]
         if not isinstance(size, int):
             raise UnsupportedModelError(f"attention of layer {layer}: dimension {index} is not fixed")
         return size
@@ -372,168 +341,6 @@ def _attention_spec(node: fx.Node) -> AttentionSpec:
         window=int(window),  # type: ignore[arg-type]
         softcap=float(softcap),  # type: ignore[arg-type]
     )
-
-
-def attention_specs(graph: fx.GraphModule) -> dict[fx.Node, AttentionSpec]:
-    """Return every attention call of a stage, in order, with what it needs to run."""
-    return {node: _attention_spec(node) for node in graph.graph.nodes if is_attention(node)}
-
-
-def split(traced: TracedModel, layers_per_stage: Sequence[int]) -> list[StageGraph]:
-    """Cut the traced model before the first layer of each stage. Consumes ``traced.graph``.
-
-    Args:
-        traced: The whole model.
-        layers_per_stage: Number of layers of each stage, at least one each, summing to all layers.
-    """
-    # torchpippy is archived and imports slowly; only splitting needs it.
-    logging.getLogger("pippy").setLevel(logging.ERROR)  # it warns of a missing training loss
-    from pippy import Pipe, pipe_split
-    from pippy.IR import MultiUseParameterConfig
-
-    firsts = [sum(layers_per_stage[:stage]) for stage in range(len(layers_per_stage))]
-    starts = [traced._layer_starts[layer] for layer in firsts]
-    graph = traced.graph.graph
-    for start in reversed(starts[1:]):
-        _recompute_behind(graph, start)
-    for start in starts[1:]:
-        with graph.inserting_before(_first_copied(start)):
-            graph.call_function(pipe_split, ())
-    for node in graph.nodes:
-        node.meta.pop("val", None)
-        node.meta.pop("example_value", None)
-    traced.graph.recompile()
-    with _recompiling_later():
-        pipe = Pipe._from_traced(traced.graph, traced.graph, MultiUseParameterConfig.REPLICATE)
-    return _stage_graphs(pipe, firsts, layers_per_stage)
-
-
-@contextlib.contextmanager
-def _recompiling_later() -> Iterator[None]:
-    """Keep torchpippy from regenerating a stage's code for each parameter it moves there.
-
-    For 30 layers that took 7 s of the 12 s that tracing and splitting needed; a stage is compiled once, when loaded.
-    """
-    recompile = fx.GraphModule.recompile
-    fx.GraphModule.recompile = lambda module: None  # type: ignore[assignment, method-assign, return-value]
-    try:
-        yield
-    finally:
-        fx.GraphModule.recompile = recompile  # type: ignore[method-assign]
-
-
-_COPIED_FOR = "ts_pippy_copied_for"  # node.meta key: the stage start a node was recomputed for
-
-
-def _recompute_behind(graph: fx.Graph, start: fx.Node) -> None:
-    """Let the nodes from ``start`` on compute what follows from the positions alone, instead of receiving it."""
-    nodes = list(graph.nodes)
-    position = {node: index for index, node in enumerate(nodes)}
-    split_at = position[start]
-    placeholders: dict[str, fx.Node] = {node.name: node for node in nodes if node.op == "placeholder"}
-    recomputable: dict[fx.Node, bool] = {}
-    for node in nodes[:split_at]:
-        recomputable[node] = _follows_from_positions(node, recomputable)
-    copies: dict[fx.Node, fx.Node] = {}
-
-    def copy(node: fx.Node) -> fx.Node:
-        if node.op == "placeholder" and node.name == "input_ids":
-            return placeholders["position_ids"]  # only its length is asked for, and that is the same
-        if node.op in ("placeholder", "get_attr"):
-            return node
-        if node not in copies:
-            for source in node.all_input_nodes:
-                copy(source)
-            with graph.inserting_before(start):
-                copies[node] = graph.node_copy(node, copy)
-            copies[node].meta[_COPIED_FOR] = start.name
-        return copies[node]
-
-    for node in nodes[split_at:]:
-        for source in node.all_input_nodes:
-            behind = source.op in ("placeholder", "get_attr") or position[source] >= split_at
-            if not behind and recomputable[source]:
-                node.replace_input_with(source, copy(source))
-
-
-def _follows_from_positions(node: fx.Node, known: dict[fx.Node, bool]) -> bool:
-    if node.op in ("placeholder", "get_attr"):
-        return node.name != "input_ids" and node.name != "logit_rows"
-    if node.op != "call_function" or is_attention(node):
-        return False
-    if node.target is torch.ops.aten.sym_size.int:
-        source = node.args[0]
-        return isinstance(source, fx.Node) and (source.name == "input_ids" or known[source])
-    return all(known[source] for source in node.all_input_nodes)
-
-
-def _first_copied(start: fx.Node) -> fx.Node:
-    node = start
-    while node.prev.meta.get(_COPIED_FOR) == start.name:
-        node = node.prev
-    return node
-
-
-def _stage_graphs(pipe: Any, firsts: Sequence[int], layers: Sequence[int]) -> list[StageGraph]:
-    calls = [node for node in pipe.split_gm.graph.nodes if node.op == "call_module"]
-    if len(calls) != len(layers):
-        raise UnsupportedModelError(f"torchpippy made {len(calls)} stages where {len(layers)} were asked for")
-    values: dict[fx.Node, WireValue] = {}
-    last_use: dict[str, int] = {}
-    produced: list[tuple[str, ...]] = []
-    for index, call in enumerate(calls):
-        module = pipe.split_gm.get_submodule(call.target)
-        for source in call.all_input_nodes:
-            if source in values:
-                last_use[values[source].name] = index
-        produced.append(_name_outputs(call, module, index, values))
-    by_name = {value.name: value for value in values.values()}
-    sends = [
-        tuple(by_name[name] for owner in range(index + 1) for name in produced[owner] if last_use.get(name, -1) > index)
-        for index in range(len(calls))
-    ]
-    return [
-        StageGraph(
-            index=index,
-            num_stages=len(calls),
-            first_layer=firsts[index],
-            num_layers=layers[index],
-            module=pipe.split_gm.get_submodule(call.target),
-            inputs=tuple(values[arg].name if arg in values else arg.name for arg in call.args),
-            outputs=produced[index],
-            receives=sends[index - 1] if index else (),
-            sends=sends[index],
-            attention=tuple(attention_specs(pipe.split_gm.get_submodule(call.target)).values()),
-            tensors={
-                key: name.removeprefix("model.") for key, name in pipe.submod_qualname_mappings[call.target].items()
-            },
-        )
-        for index, call in enumerate(calls)
-    ]
-
-
-def _name_outputs(
-    call: fx.Node, module: fx.GraphModule, index: int, values: dict[fx.Node, WireValue]
-) -> tuple[str, ...]:
-    """Name the outputs of a stage and record the nodes of the outer graph that stand for them."""
-    output = next(node for node in module.graph.nodes if node.op == "output").args[0]
-    outputs = list(output) if isinstance(output, (tuple, list)) else [output]
-    names = tuple(f"stage{index}.{position}" for position in range(len(outputs)))
-    users: dict[int, fx.Node]
-    if isinstance(output, (tuple, list)):
-        users = {int(user.args[1]): user for user in call.users if user.op == "call_function"}  # type: ignore[arg-type]
-    else:
-        users = {0: call}
-    for position, node in users.items():
-        if not any(user.op == "call_module" for user in node.users):
-            continue
-        shape, dtype = outputs[position].meta.get(_SHAPE, ((), None))
-        if dtype is None or any(isinstance(dim, str) for dim in shape):
-            raise UnsupportedModelError(
-                f"{outputs[position].name} is needed by a later stage but is no tensor of one row per token"
-            )
-        values[node] = WireValue(name=names[position], shape=shape, dtype=dtype)
-    return names
 
 
 def _first_line(error: BaseException) -> str:

@@ -26,8 +26,9 @@ import torch
 import torch.distributed as dist
 
 from ts_pippy_handler.errors import PipelineError, RankLostError
+from ts_pippy_handler.meter import METER
 from ts_pippy_handler.request import Batch, TokenLogprobs
-from ts_pippy_handler.tracing import WireValue
+from ts_pippy_handler.splitting import WireValue
 
 _CONTROL, _DATA = 1, 2  # tags
 _encoder = msgspec.msgpack.Encoder()
@@ -81,6 +82,7 @@ class Transport:
             tensor = torch.empty(shape, dtype=spec.dtype, device=self._wire_device)
             self._receive(tensor, self.rank - 1, _DATA)
             values[spec.name] = tensor.to(self._device)
+        METER.received()
         return values
 
     def send_result(
@@ -121,6 +123,7 @@ class Transport:
             flat = torch.empty(size, dtype=torch.double, device=self._wire_device)
             self._receive(flat, last, _DATA)
             logprobs = _unflatten(flat.tolist(), widths)
+        METER.received()
         if not batch.return_logits:
             return token_ids, logprobs, None
         logits = torch.empty(len(batch.sampled), vocab_size, device=self._wire_device)
@@ -151,6 +154,8 @@ class Transport:
                 waited = f"rank {peer} was silent for the step timeout of {self._step_timeout.total_seconds():g} s"
                 raise PipelineError(waited) from error
             raise RankLostError(f"rank {peer} stopped answering: {_reason(error)}") from error
+        if tag == _DATA:
+            METER.count_bytes(tensor.nbytes)
 
     def _group(self, tag: int) -> dist.ProcessGroup | None:
         """Return the group of a kind of message; None stands for the one of all ranks, which is gloo."""

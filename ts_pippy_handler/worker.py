@@ -33,7 +33,6 @@ def run_batches(loaded: LoadedRank) -> None:
     while (batch := transport.receive_batch()) is not None:
         METER.skip()
         received = transport.receive_values(stage.graph.receives, batch.num_tokens)
-        METER.received(sum(value.nbytes for value in received.values()))
         METER.spent("wait")
         outputs = stage.run(batch, received)
         METER.ran(batch.num_tokens)

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from transformers import AutoModelForCausalLM
 
-from ts_pippy_handler import tracing
+from ts_pippy_handler import splitting, tracing
 from ts_pippy_handler.request import Batch, SampledRow, Segment
 from ts_pippy_handler.stage import Stage
 from ts_pippy_handler.tracing import TracedModel
@@ -35,7 +35,7 @@ def traced(directory: Path, dtype: torch.dtype = torch.float32) -> TracedModel:
     graph.output(graph.graph_copy(original.graph.graph, nodes))
     graph.set_codegen(original.graph.graph._codegen)
     fresh.graph = fx.GraphModule(original.graph, graph)
-    fresh._layer_starts = [nodes[node] for node in original._layer_starts]
+    fresh.layer_starts = [nodes[node] for node in original.layer_starts]
     return fresh
 
 
@@ -46,7 +46,7 @@ class Pipeline:
         self, directory: Path, layers_per_stage: Sequence[int], *, num_slots: int = 128, pack_weights: bool = True
     ) -> None:
         model = traced(directory)
-        graphs = tracing.split(model, layers_per_stage)
+        graphs = splitting.split(model, layers_per_stage)
         checkpoint = Checkpoint(str(directory))
         self.stages = [Stage(graph, model, checkpoint, CPU, pack_weights=pack_weights) for graph in graphs]
         for stage in self.stages:

@@ -339,6 +339,43 @@ def test_a_request_that_runs_in_two_failures_ends_with_the_error(start: Any) -> 
     assert drain(harness.submit([4])[1])[0] == expected([4])
 
 
+def test_a_request_that_waits_while_scheduling_fails_twice_ends_with_the_error(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    revivals: list[str] = []
+    harness = start(revive=lambda error: (revivals.append(str(error)), harness.loaded)[1])
+    share = harness.scheduler._share
+
+    def poisoned(request: Any) -> bool:
+        if 13 in request.tokens:
+            raise ValueError("13")
+        return bool(share(request))
+
+    monkeypatch.setattr(harness.scheduler, "_share", poisoned)
+    tokens, last = drain(harness.submit([13])[1])
+    assert (tokens, last.finish_reason) == ([], FinishReason.ERROR)
+    assert revivals == ["rank 0 could not schedule: ValueError: 13"] * 2
+    assert drain(harness.submit([4])[1])[0] == expected([4])
+
+
+def test_a_request_that_cannot_be_added_harms_none_that_came_with_it(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = start()
+    add = harness.scheduler.add
+
+    def poisoned(number: int, prompt: list[int], params: SamplingParams) -> None:
+        if 13 in prompt:
+            raise ValueError("13")
+        add(number, prompt, params)
+
+    monkeypatch.setattr(harness.scheduler, "add", poisoned)
+    with harness.engine.paused():
+        bad, good = harness.submit([13])[1], harness.submit([4])[1]
+    assert str(drain(bad)[1].error) == "the request could not be accepted: 13"
+    assert drain(good)[0] == expected([4])
+
+
 def test_logits_are_whole_after_a_failure(start: Any) -> None:
     harness = start(revive=lambda error: harness.loaded, num_in_flight=1)
     fail_once(harness, at=2)

@@ -9,9 +9,10 @@ import pytest
 
 from tests.models import byte_tokenizer
 from tests.unit.fakes import FakeEngine
+from ts_pippy_handler.completion import Completion
 from ts_pippy_handler.config import HandlerConfig
 from ts_pippy_handler.errors import InvalidRequestError, PipelineError, PippyError
-from ts_pippy_handler.generator import Completion, Generator, Prompt, Wishes
+from ts_pippy_handler.generator import Generator, Prompt, Wishes
 from ts_pippy_handler.request import FinishReason, SamplingParams, TokenEvent, TokenLogprobs
 from ts_pippy_handler.text import Tokenizer
 

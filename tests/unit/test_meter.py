@@ -53,7 +53,8 @@ def test_each_moment_counts_once(clock: Clock) -> None:
 def test_a_reset_is_where_the_next_reading_begins(clock: Clock) -> None:
     counted = Meter()
     counted.ran(7)
-    counted.received(100)
+    counted.received()
+    counted.count_bytes(100)
     clock.now += 2
     counted.spent("bookkeeping")
     first = counted.read(reset=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -15,8 +15,11 @@ from tests.models import byte_tokenizer
 from tests.unit.fakes import FakeContext, FakeEngine, continuation
 from tests.unit.test_text_generation_handler import Answering, Frontend, call, make
 from ts_pippy_handler import text_generation_handler
+from ts_pippy_handler.completion import Completion
 from ts_pippy_handler.errors import CheckpointError, OverloadedError, PipelineError, PippyError
-from ts_pippy_handler.request import SamplingParams, TokenLogprobs
+from ts_pippy_handler.openai_formats import ChatFormat, CompletionFormat
+from ts_pippy_handler.request import FinishReason, SamplingParams, TokenEvent, TokenLogprobs
+from ts_pippy_handler.text import Tokenizer
 
 COMPLETION = {"model": "fake", "prompt": "ab", "max_tokens": 3, "temperature": 0}
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "temperature": 0}
@@ -137,6 +140,8 @@ def test_another_model_or_path_is_not_found(model_dir: Path) -> None:
         ({"n": 0}, "n: must be a whole number"),
         ({"stream_options": {"include_usage": True}}, "stream_options: needs 'stream': true"),
         ({"store": True}, "store: nothing is stored here"),
+        ({"service_tier": "priority"}, "service_tier: a choice of service tiers is not supported, got 'priority'"),
+        ({"prompt": "a\ud800"}, "prompt: must be a text, a list of token ids"),
         ({"temperature": -1}, "temperature: must be a number, at least 0"),
     ],
 )
@@ -166,6 +171,7 @@ def test_bodies_that_are_no_object(model_dir: Path, body: Any) -> None:
 
 def test_harmless_parameters_pass(model_dir: Path) -> None:
     body = CHAT | {"response_format": {"type": "text"}, "user": "me", "metadata": {"a": "b"}, "store": False}
+    body |= {"service_tier": "auto", "verbosity": "medium", "prompt_cache_key": "a", "safety_identifier": "b"}
     assert ask(model_dir, "v1/chat/completions", body)[0] == 200
 
 
@@ -300,6 +306,31 @@ class Likely(Answering):
     def submit(self, prompt: Any, params: Any, on_event: Any, **others: Any) -> int:
         logprobs = TokenLogprobs(-0.5, [(ord("z"), -0.25)])
         return super().submit(prompt, params, lambda event: on_event(replace(event, logprobs=logprobs)), **others)
+
+
+def test_logprobs_of_half_characters_are_told_apart_and_counted_right() -> None:
+    tokens = list("aé!".encode())
+    completion = Completion([1], SamplingParams(max_new_tokens=4, logprobs=2), Tokenizer(byte_tokenizer()))
+    for number, token_id in enumerate(tokens):
+        logprobs = TokenLogprobs(-0.5, [(0xC3, -0.25), (0xA9, -1.0)])
+        reason = FinishReason.LENGTH if number == 3 else None
+        completion.take(TokenEvent(token_id=token_id, logprobs=logprobs, finish_reason=reason))
+    form = CompletionFormat("id", "fake", 1, Tokenizer(byte_tokenizer()), with_usage=False, with_prompt=False)
+    got = form.choice(0, completion)["logprobs"]
+    assert got["tokens"] == ["a", "bytes:\\xc3", "bytes:\\xa9", "!"]
+    assert got["text_offset"] == [0, 1, 1, 2]
+    assert got["top_logprobs"][0] == {"a": -0.5, "bytes:\\xc3": -0.25, "bytes:\\xa9": -1.0}
+    chat = ChatFormat("id", "fake", 1, Tokenizer(byte_tokenizer()), with_usage=False).choice(0, completion)
+    assert [each["bytes"] for each in chat["logprobs"]["content"]] == [[token] for token in tokens]
+
+
+def test_alternatives_that_read_alike_are_told_apart() -> None:
+    class Alike:
+        def token_text(self, token_id: int) -> str:
+            return "same"
+
+    form = CompletionFormat("id", "fake", 1, cast(Any, Alike()), with_usage=False, with_prompt=False)
+    assert form._alternatives([(5, -0.5), (5, -0.5), (6, -1.0)]) == {"same": -0.5, "token_id:6": -1.0}
 
 
 def test_defaults_of_the_checkpoint(model_dir: Path) -> None:

@@ -241,10 +241,6 @@ STOP_TOKENS = "stop_token_ids: must be a list of at most 64 token ids"
         ({"stop_token_ids": ["5"]}, [STOP_TOKENS]),
         ({"stop_token_ids": [1] * 65}, [STOP_TOKENS]),
         ({"min_tokens": -1}, ["min_tokens: must be a whole number, at least 0, got -1"]),
-        (
-            {"min_tokens": 4, "max_new_tokens": 3},
-            ["min_tokens: must be at most max_new_tokens, which is 3, got 4"],
-        ),
         ({"logprobs": 21}, ["logprobs: must be a whole number, at least 0 and at most 20, got 21"]),
         ({"logprobs": True}, ["logprobs: must be a whole number", "got True"]),
         ({"ignore_eos": 1}, ["ignore_eos: must be true or false, got 1"]),

@@ -163,6 +163,7 @@ def test_sampling_arguments() -> None:
         ({"num_beams": 4}, r"^generate does not support num_beams=4$"),
         ({"repetition_penalty": 1.1}, r"^generate does not support repetition_penalty=1.1$"),
         ({"use_cache": "yes"}, r"^generate does not support use_cache='yes'$"),
+        ({"eos_token_id": 7}, r"^generate does not support eos_token_id=7$"),
     ],
 )
 def test_what_generate_does_not_do_is_refused(arguments: dict[str, Any], message: str) -> None:
@@ -172,10 +173,40 @@ def test_what_generate_does_not_do_is_refused(arguments: dict[str, Any], message
     assert not submitted(pipeline)
 
 
-@pytest.mark.parametrize("ids", [None, torch.tensor([5, 6]), torch.zeros(1, 2, 3, dtype=torch.long)])
-def test_prompts_of_another_shape(ids: torch.Tensor | None) -> None:
-    with pytest.raises(InvalidRequestError, match=r"^generate: input_ids must be a tensor of shape \[batch, length\]$"):
-        driver().generate(ids, max_new_tokens=1)
+@pytest.mark.parametrize("eos", [None, 0, [0]])
+def test_the_models_own_end_may_be_named(eos: Any) -> None:
+    pipeline = driver()
+    pipeline.generate(torch.tensor([[5]]), max_new_tokens=1, eos_token_id=eos)
+    assert len(submitted(pipeline)) == 1
+
+
+SHAPE = r"input_ids must be a tensor of shape \[batch, length\], none 0, got "
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask", "message"),
+    [
+        (None, None, SHAPE + "NoneType"),
+        ([[5, 6]], None, SHAPE + "list"),
+        (torch.tensor([5, 6]), None, SHAPE + r"shape \[2\]"),
+        (torch.zeros(1, 2, 3, dtype=torch.long), None, SHAPE + r"shape \[1, 2, 3\]"),
+        (torch.zeros(0, 3, dtype=torch.long), None, SHAPE + r"shape \[0, 3\]"),
+        (torch.zeros(2, 0, dtype=torch.long), None, SHAPE + r"shape \[2, 0\]"),
+        (torch.zeros(1, 3), None, "input_ids must be whole numbers, got torch.float32"),
+        (
+            torch.tensor([[5, 6]]),
+            torch.ones(1, 3),
+            r"attention_mask must have the shape of input_ids, \[1, 2\], got ",
+        ),
+        (torch.tensor([[5], [6]]), torch.ones(1, 1), r"attention_mask must have the shape of input_ids, \[2, 1\]"),
+    ],
+    ids=str,
+)
+def test_prompts_and_masks_of_another_shape(ids: Any, mask: torch.Tensor | None, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"^generate: {message}"):
+        driver().generate(ids, mask, max_new_tokens=1)
+    with pytest.raises(InvalidRequestError, match=f"^the pipeline driver's forward: {message}"):
+        driver()(ids, mask)
 
 
 def test_ranks_above_0_refuse() -> None:

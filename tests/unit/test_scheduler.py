@@ -14,7 +14,8 @@ from tests.unit.fakes import EOS, VOCAB, SlotModel, continuation
 from ts_pippy_handler.errors import InvalidRequestError, OverloadedError
 from ts_pippy_handler.kv_cache import BlockAllocator
 from ts_pippy_handler.request import FinishReason, Processing, SampledRow, SamplingParams, TokenEvent, TokenLogprobs
-from ts_pippy_handler.scheduler import Limits, Scheduler, Step
+from ts_pippy_handler.request_state import Step
+from ts_pippy_handler.scheduler import Limits, Scheduler
 
 MAX_STEPS = 20_000
 
@@ -346,7 +347,7 @@ def test_a_stop_token_ends_a_request(ignore_eos: bool) -> None:
 
 def test_more_tokens_at_least_than_at_most_are_refused() -> None:
     make().check(3, params(4, min_tokens=4))
-    message = r"^min_tokens is 5, but at most 4 new tokens \(max_new_tokens\) are generated$"
+    message = r"^min_tokens is 5, but at most 4 new tokens are generated$"
     with pytest.raises(InvalidRequestError, match=message):
         make().check(3, params(4, min_tokens=5))
 
@@ -478,7 +479,7 @@ def test_logits_and_tokens_are_not_asked_for_in_one_batch() -> None:
         (
             30,
             params(3),
-            r"^max_new_tokens is 3, but with a prompt of 30 tokens at most 2 are possible \(limit of 32 in",
+            r"^max_new_tokens \(max_tokens\) is 3, but with a prompt of 30 tokens at most 2 are possible \(limit of",
         ),
         (33, params(1, only_logits=True), r"^the prompt has 33 tokens"),
     ],

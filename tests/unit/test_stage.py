@@ -10,7 +10,7 @@ import torch
 
 from tests.models import FAMILIES, VOCAB, Checkpoints, copy_checkpoint, rewrite_weights
 from tests.unit.pipelines import CPU, Pipeline, batch_of, eager, eager_logits, traced
-from ts_pippy_handler import tracing
+from ts_pippy_handler import splitting
 from ts_pippy_handler.errors import CheckpointError, UnsupportedModelError
 from ts_pippy_handler.stage import Stage
 from ts_pippy_handler.weights import Checkpoint
@@ -108,7 +108,7 @@ def test_bytes_and_progress(checkpoints: Checkpoints) -> None:
     directory = checkpoints("llama", layers=4)
     model = traced(directory)
     read: list[int] = []
-    graphs = tracing.split(model, [1, 3])
+    graphs = splitting.split(model, [1, 3])
     stage = Stage(graphs[1], model, Checkpoint(str(directory)), CPU, progress=read.append)
     assert sum(read) == stage.num_bytes == model.cost(range(1, 4)).weight_bytes
     assert stage.kv_bytes_per_token == 3 * 2 * 2 * 16 * 4
@@ -146,4 +146,4 @@ def test_a_constant_whose_value_is_unknown(checkpoints: Checkpoints) -> None:
     model = traced(directory)
     model.buffers = {name: buffer.to("meta") for name, buffer in model.buffers.items()}
     with pytest.raises(UnsupportedModelError, match=r"constant 'model.rotary_emb.inv_freq' whose value is unknown$"):
-        Stage(tracing.split(model, [4])[0], model, Checkpoint(str(directory)), CPU)
+        Stage(splitting.split(model, [4])[0], model, Checkpoint(str(directory)), CPU)

@@ -36,6 +36,23 @@ def test_half_an_emoji_decodes_to_a_replacement(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(list("🎉".encode())[:2]) == "\ufffd"
 
 
+def test_half_a_surrogate_pair_is_no_text(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^the prompt is no text: it holds half .* at offset 1$"):
+        tokenizer.encode("a\ud800")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("<0xE2>", b"\xe2"), ("Ã", b"\xc3"), ("Ġa", b" a"), ("▁a", None), ("", None), (None, None)],
+)
+def test_the_bytes_of_a_token(name: str | None, expected: bytes | None) -> None:
+    class Names:
+        def convert_ids_to_tokens(self, token_id: int) -> str | None:
+            return name
+
+    assert Tokenizer(Names()).token_bytes(7) == expected
+
+
 def test_a_conversation_ends_where_the_assistant_speaks(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode_chat([{"role": "user", "content": "Hi"}])
     said = byte_tokenizer().decode(ids)

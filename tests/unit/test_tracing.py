@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from tests.models import FAMILIES, VOCAB, WINDOW, Checkpoints
 from tests.unit.pipelines import eager, traced
-from ts_pippy_handler import tracing
+from ts_pippy_handler import splitting, tracing
 from ts_pippy_handler.errors import CheckpointError, UnsupportedModelError
 
 
@@ -38,7 +38,7 @@ def test_what_the_trace_knows(checkpoints: Checkpoints, family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sizes", [[4], [1, 3], [2, 1, 1], [1, 1, 1, 1]], ids=str)
 def test_one_hidden_state_per_hop(checkpoints: Checkpoints, family: str, sizes: list[int]) -> None:
-    graphs = tracing.split(traced(checkpoints(family, layers=4)), sizes)
+    graphs = splitting.split(traced(checkpoints(family, layers=4)), sizes)
     assert [graph.num_layers for graph in graphs] == sizes
     assert [graph.first_layer for graph in graphs] == [sum(sizes[:index]) for index in range(len(sizes))]
     assert [(graph.index, graph.num_stages) for graph in graphs] == [(i, len(sizes)) for i in range(len(sizes))]
@@ -47,13 +47,13 @@ def test_one_hidden_state_per_hop(checkpoints: Checkpoints, family: str, sizes: 
         assert following.receives == graph.sends
     assert graphs[0].receives == graphs[-1].sends == ()
     assert len(graphs[-1].outputs) == 1
-    specs = [spec for graph in graphs for spec in tracing.attention_specs(graph.module).values()]
+    specs = [spec for graph in graphs for spec in splitting.attention_specs(graph.module).values()]
     assert [spec.layer for spec in specs] == [0, 1, 2, 3]
-    assert [len(tracing.attention_specs(graph.module)) for graph in graphs] == sizes
+    assert [len(splitting.attention_specs(graph.module)) for graph in graphs] == sizes
 
 
 def test_a_stage_holds_the_tensors_of_its_own_layers_only(checkpoints: Checkpoints) -> None:
-    graphs = tracing.split(traced(checkpoints("llama", layers=4)), [1, 2, 1])
+    graphs = splitting.split(traced(checkpoints("llama", layers=4)), [1, 2, 1])
     names = [{graph.tensors.get(key, key) for key, _ in graph.module.named_parameters()} for graph in graphs]
     everything = set(dict(eager(str(checkpoints("llama", layers=4))).named_parameters()))
     assert set.union(*names) == everything
@@ -65,8 +65,8 @@ def test_a_stage_holds_the_tensors_of_its_own_layers_only(checkpoints: Checkpoin
 
 @pytest.mark.parametrize("family", ["gemma2", "mistral", "llama"])
 def test_windows_and_caps_are_read_off_the_model(checkpoints: Checkpoints, family: str) -> None:
-    (graph,) = tracing.split(traced(checkpoints(family, layers=4)), [4])
-    specs = list(tracing.attention_specs(graph.module).values())
+    (graph,) = splitting.split(traced(checkpoints(family, layers=4)), [4])
+    specs = list(splitting.attention_specs(graph.module).values())
     windows = {"gemma2": [8, 0, 8, 0], "mistral": [8] * 4, "llama": [0] * 4}
     assert [spec.window for spec in specs] == windows[family]
     assert {spec.softcap for spec in specs} == {5.0 if family == "gemma2" else 0.0}
@@ -107,7 +107,7 @@ def test_other_dtypes_halve_the_weights(checkpoints: Checkpoints) -> None:
 
 def test_splitting_leaves_torch_as_it_was(checkpoints: Checkpoints) -> None:
     before = fx.GraphModule.recompile
-    tracing.split(traced(checkpoints("gpt2", layers=4)), [2, 2])
+    splitting.split(traced(checkpoints("gpt2", layers=4)), [2, 2])
     assert fx.GraphModule.recompile is before
 
 
