@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,10 +17,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Tests share traces among each other, and never those of an earlier run.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="ts-pippy-cache-")
 
 import pytest
 
 from tests.torchserve import TorchServe
+
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 if TYPE_CHECKING:
     from tests.models import Checkpoints

@@ -100,6 +100,9 @@ class PippyConfig(BaseModel):
     pack_weights: bool = True
     """Whether linear layers on a CPU keep their weights in oneDNN's layout: about twice as fast, equal up to
     rounding. False computes with the kernels of plain torch."""
+    trace_cache: bool = True
+    """Whether the traced model is kept in the user's cache directory, so that its next start skips tracing. The weights
+    are not part of it."""
     interface: str | None = None
     """Network interface the ranks talk over. Loopback by default; name one to span hosts, on a trusted network
     only, since RPC executes what a peer sends."""

@@ -18,10 +18,11 @@ import msgspec
 from ts_pippy_handler import errors
 from ts_pippy_handler.config import ServingConfig, load_config
 from ts_pippy_handler.errors import LoadError
+from ts_pippy_handler.trace_cache import TraceCache
 
 
 def trace_stages(config: ServingConfig, num_stages: int) -> list[bytes]:
-    """Trace and split the configured model in a child process.
+    """Trace and split the configured model in a child process, unless an earlier trace of it is kept.
 
     Returns:
         Each stage, as :func:`ts_pippy_handler.graph_data.decode_stage` reads it.
@@ -29,6 +30,9 @@ def trace_stages(config: ServingConfig, num_stages: int) -> list[bytes]:
     Raises:
         LoadError: If the model cannot be traced or split; the subclass tells which.
     """
+    cache = TraceCache(config, num_stages)
+    if (kept := cache.load()) is not None:
+        return kept
     job = json.dumps({"config": config.model_dump(exclude_none=True), "num_stages": num_stages})
     done = subprocess.run(
         [sys.executable, "-m", "ts_pippy_handler.tracer"],
@@ -45,6 +49,7 @@ def trace_stages(config: ServingConfig, num_stages: int) -> list[bytes]:
     if "error" in answer:
         raise getattr(errors, answer["kind"])(answer["error"])
     stages: list[bytes] = answer["stages"]
+    cache.store(stages)
     return stages
 
 

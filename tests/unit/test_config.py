@@ -35,6 +35,7 @@ GOOD_PIPPY: dict[str, list[Any]] = {
     "step_timeout": [0.1, 3600],
     "threads_per_rank": [1, 8, None],
     "pack_weights": [True, False],
+    "trace_cache": [True, False],
     "prefix_caching": [True, False],
     "interface": ["eth1", None],
 }
@@ -78,6 +79,7 @@ BAD_PIPPY: list[tuple[str, Any, str]] = [
     ("step_timeout", 0, "pippy.step_timeout: must be a number, above 0, got 0"),
     ("threads_per_rank", 0, "pippy.threads_per_rank: must be a whole number, at least 1, got 0"),
     ("pack_weights", "maybe", "pippy.pack_weights: must be true or false, got 'maybe'"),
+    ("trace_cache", "/tmp", "pippy.trace_cache: must be true or false, got '/tmp'"),
     ("prefix_caching", "maybe", "pippy.prefix_caching: must be true or false, got 'maybe'"),
     ("interface", 5, "pippy.interface: must be a text, got 5"),
 ]
@@ -174,7 +176,7 @@ def test_dtype_names(model_dir: Path, name: str, torch_name: str) -> None:
         ({"pippy": {"chunk": 3}}, "pippy.chunk: unknown key \\(value 3\\); did you mean 'chunks'\\?$"),
         (
             {"pippy": {"zzz": 3}},
-            "pippy.zzz: unknown key \\(value 3\\); allowed: block_size, chunks, .*threads_per_rank$",
+            "pippy.zzz: unknown key \\(value 3\\); allowed: block_size, chunks, .*trace_cache$",
         ),
         ({"pippy": {7: 3}}, "pippy.7: "),
         ({"handler": {"max_new_token": 3}}, "handler.max_new_token: unknown key .*did you mean 'max_new_tokens'"),
