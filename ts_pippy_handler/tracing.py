@@ -123,12 +123,14 @@ class TracedModel:
 
     @property
     def max_positions(self) -> int | None:
-        """The model's window in tokens, or None when its config sets none."""
-        for key in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
-            value = getattr(self.config, key, None)
-            if isinstance(value, int) and value > 0:
-                return value
-        return None
+        """The model's window in tokens, or None when its config sets none.
+
+        Where rotary frequencies change beyond the length the model was trained for, the window ends there.
+        """
+        keys = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+        values = (getattr(self.config, key, None) for key in keys)
+        windows = [value for value in values if isinstance(value, int) and value > 0][:1]
+        return min([*windows, *_trained_positions(self.config)], default=None)
 
     def layer_of(self) -> dict[fx.Node, int]:
         """Return the unit of every node that computes something."""
@@ -219,10 +221,38 @@ def build_without_weights(config: Any, dtype: torch.dtype) -> tuple[Any, dict[st
             model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=dtype).eval()
     except ValueError as error:
         raise UnsupportedModelError(f"{config.model_type}: {_first_line(error)}") from error
+    _fix_rotary_frequencies(model)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to("meta")
     model.tie_weights()
     return model, buffers
+
+
+def _fix_rotary_frequencies(model: torch.nn.Module) -> None:
+    """Keep rotary frequencies as they are up to the length the model was trained for.
+
+    The types ``dynamic`` and ``longrope`` choose them anew for longer texts, from the longest text of a batch: in a
+    packed row that of another request. Up to that length they are constant, and :attr:`TracedModel.max_positions` lets
+    no text grow longer.
+    """
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        if isinstance(kinds, str):
+            module.rope_type = _fixed(kinds)  # type: ignore[assignment]
+        elif isinstance(kinds, dict):
+            module.rope_type = {layer: _fixed(kind) for layer, kind in kinds.items()}  # type: ignore[assignment]
+
+
+def _fixed(rope_type: str) -> str:
+    return "default" if "dynamic" in rope_type or rope_type == "longrope" else rope_type
+
+
+def _trained_positions(config: Any) -> list[int]:
+    """Return the lengths beyond which rotary embeddings of type ``longrope`` change."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    per_layer_type = [parameters, *(each for each in parameters.values() if isinstance(each, dict))]
+    found = [each for each in per_layer_type if each.get("rope_type") == "longrope"]
+    return [int(each["original_max_position_embeddings"]) for each in found]
 
 
 def trace(config: Any, dtype: torch.dtype) -> TracedModel:

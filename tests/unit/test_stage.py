@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.models import FAMILIES, VOCAB, Checkpoints, copy_checkpoint, rewrite_weights
+from tests.models import FAMILIES, VOCAB, WINDOW, Checkpoints, copy_checkpoint, rewrite_weights
 from tests.unit.pipelines import CPU, Pipeline, batch_of, eager, eager_logits, traced
 from ts_pippy_handler import splitting
 from ts_pippy_handler.errors import CheckpointError, UnsupportedModelError
@@ -22,7 +23,7 @@ RUNS = {"long": [(64, 32)], "middle": [(8, 4), (40, 8), (0, 4)], "short": [(20, 
 SPLITS = [[4], [1, 3], [2, 1, 1], [1, 1, 1, 1]]
 
 
-def check(pipeline: Pipeline, directory: Path) -> None:
+def check(pipeline: Pipeline, directory: Path, *, atol: float = 1e-4) -> None:
     """Run three requests in chunks, alone and together, and compare every row with the unsplit model's."""
     texts = {"long": LONG, "middle": MIDDLE, "short": SHORT}
     done = dict.fromkeys(texts, 0)
@@ -44,7 +45,7 @@ def check(pipeline: Pipeline, directory: Path) -> None:
     assert done == {name: len(tokens) for name, tokens in texts.items()}
     for name, tokens in texts.items():
         expected = eager_logits(directory, tokens)
-        torch.testing.assert_close(torch.cat(logits[name]), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(torch.cat(logits[name]), expected, rtol=1e-4, atol=atol)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -52,6 +53,35 @@ def check(pipeline: Pipeline, directory: Path) -> None:
 def test_split_equals_unsplit(checkpoints: Checkpoints, family: str, sizes: list[int]) -> None:
     directory = checkpoints(family, layers=4)
     check(Pipeline(directory, sizes), directory)
+
+
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 128},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "longrope": {
+        "short_factor": [1.0, 1.5, 2.0, 2.5] * 2,
+        "long_factor": [4.0, 5.0, 6.0, 7.0] * 2,
+        "factor": 4.0,
+        "original_max_position_embeddings": 24,
+    },
+}
+
+
+@pytest.mark.parametrize("rope_type", ROPES)
+def test_every_kind_of_rotary_embedding(checkpoints: Checkpoints, rope_type: str) -> None:
+    parameters = {"rope_type": rope_type, "rope_theta": 10_000.0, **ROPES[rope_type]}
+    directory = checkpoints("llama", layers=4, config={"rope_parameters": parameters})
+    # yarn makes this model so steep that float32 itself is off by 1e-3; wrong frequencies are off by whole units.
+    check(Pipeline(directory, [1, 3]), directory, atol=3e-3 if rope_type == "yarn" else 1e-4)
+    window = 24 if rope_type == "longrope" else WINDOW
+    assert traced(directory).max_positions == window, "beyond it the frequencies would follow the longest request"
 
 
 def test_packed_and_plain_weights_agree(checkpoints: Checkpoints) -> None:
