@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -39,6 +40,26 @@ class Packages:
             self._package(model, name, stages, launch, changes)
             self._names[key] = name
         return self._names[key]
+
+    def wrong(self, model: Path, launch: Launch, changes: Mapping[str, Any]) -> str:
+        """Package a checkpoint with a mistake in model-config.yaml, each time anew.
+
+        Args:
+            model: The checkpoint.
+            launch: See ``Launch``.
+            changes: Further or other keys of the blocks ``handler`` and ``pippy``; ``stages`` is the number of stages.
+        """
+        name = f"wrong{len(list(self._folder.glob('wrong*')))}"
+        self._package(model, name, 2, launch, {})
+        config = yaml.safe_load((self.source(name) / "model-config.yaml").read_text())
+        for block in ("handler", "pippy"):
+            config[block] = {**(config.get(block) or {}), **changes.get(block, {})}
+        if "stages" in changes:
+            config["parallelLevel"] = changes["stages"]
+            if "torchrun" in config:
+                config["torchrun"]["nproc-per-node"] = changes["stages"]
+        archive(self.store, name, self.source(name) / "handler.py", config)
+        return name
 
     def source(self, name: str) -> Path:
         """Return the folder with the handler and the model-config.yaml that ``ts-pippy package`` wrote."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ts_pippy_handler import launch, ranks
+from ts_pippy_handler import launch, loading, ranks
 from ts_pippy_handler.config import ServingConfig, load_config
 from ts_pippy_handler.engine import Engine
 from ts_pippy_handler.errors import ConfigError, InvalidRequestError, PipelineError
@@ -43,6 +43,7 @@ def initialize_rpc_workers(local_rank: int, world_size: int, ctx: Any) -> None:
 
     Raises:
         ConfigError: If the arguments contradict the environment or model-config.yaml is wrong.
+        CheckpointError: If the checkpoint's files are missing or damaged.
         LoadError: Naming the ranks that did not appear in time.
     """
     place = ranks.place_from_environment()
@@ -51,7 +52,9 @@ def initialize_rpc_workers(local_rank: int, world_size: int, ctx: Any) -> None:
             f"local_rank {local_rank} of world_size {world_size} contradicts the environment, "
             f"which says {place.local_rank} of {place.world_size}"
         )
-    setattr(ctx, _GROUP, ranks.join(place, config_of(ctx).pippy))
+    config = config_of(ctx)
+    loading.check_early(config, world_size)
+    setattr(ctx, _GROUP, ranks.join(place, config.pippy))
 
 
 def get_pipeline_driver(model: torch.nn.Module | None, world_size: int, ctx: Any) -> PipelineDriver:

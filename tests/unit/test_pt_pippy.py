@@ -14,7 +14,7 @@ from tests.models import EOS_ID, Checkpoints
 from tests.unit.fakes import EOS, VOCAB, FakeContext, FakeEngine, continuation
 from tests.unit.pipelines import eager_logits
 from ts_pippy_handler import launch, ranks
-from ts_pippy_handler.errors import ConfigError, InvalidRequestError, PipelineError
+from ts_pippy_handler.errors import CheckpointError, ConfigError, InvalidRequestError, PipelineError
 from ts_pippy_handler.pt_pippy import (
     PipelineDriver,
     _num_new,
@@ -266,8 +266,8 @@ def test_ranks_must_have_joined_before(model_dir: Path) -> None:
         get_pipeline_driver(None, 2, context(model_dir))
 
 
-def test_a_joined_group_is_used(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ctx = context(model_dir)
+def test_a_joined_group_is_used(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    ctx = context(checkpoints("llama"))
     os.environ.update(RANK="1", LOCAL_RANK="1", WORLD_SIZE="2")
     group = ranks.Group(ranks.place_from_environment())
     monkeypatch.setattr(ranks, "join", lambda place, config: group)
@@ -278,6 +278,15 @@ def test_a_joined_group_is_used(model_dir: Path, monkeypatch: pytest.MonkeyPatch
     assert started == [group]
     with pytest.raises(ConfigError, match=r"^initialize_rpc_workers must have joined 3 ranks"):
         get_pipeline_driver(None, 3, ctx)
+
+
+def test_a_checkpoint_without_weights_is_refused_before_ranks_join(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.environ.update(RANK="1", LOCAL_RANK="1", WORLD_SIZE="2")
+    monkeypatch.setattr(ranks, "join", lambda place, config: pytest.fail("joined"))
+    with pytest.raises(CheckpointError, match="no weights found"):
+        initialize_rpc_workers(1, 2, context(model_dir))
 
 
 def test_arguments_that_contradict_the_environment(model_dir: Path) -> None:
