@@ -38,13 +38,19 @@ class Done:
         return lines[0]
 
 
-def ts_pippy(*arguments: object, timeout_s: float = 300.0) -> Done:
-    """Run ``ts-pippy``; it must leave no process, socket or shared memory behind, however it ends."""
+def ts_pippy(*arguments: object, timeout_s: float = 300.0, environment: Mapping[str, str] | None = None) -> Done:
+    """Run ``ts-pippy``; it must leave no process, socket or shared memory behind, however it ends.
+
+    Args:
+        arguments: Of the command.
+        timeout_s: How long it may take.
+        environment: Further environment variables.
+    """
     footprint = Footprint()
     try:
         done = subprocess.run(
             [BIN / "ts-pippy", *map(str, arguments)],
-            env=footprint.environment(),
+            env=footprint.environment() | dict(environment or {}),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
