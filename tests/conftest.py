@@ -35,12 +35,22 @@ TIERS = ("unit", "integration", "e2e", "gpu")
 CHECKPOINT_SCRIPT = TESTS.parent / "examples" / "large_models" / "smollm2_cpu" / "make_checkpoint.py"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test with its folder."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let the caller choose what happens to slow tests."""
+    choices = ("skip", "also", "only")
+    parser.addoption("--slow", choices=choices, default="skip", help="tests marked slow: %(choices)s; %(default)s")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark each test with its folder, and leave out what ``--slow`` does not ask for."""
     for item in items:
         tier = item.path.relative_to(TESTS).parts[0]
         if tier in TIERS:
             item.add_marker(tier)
+    chosen = {"skip": (False,), "also": (False, True), "only": (True,)}[config.getoption("--slow")]
+    left_out = [item for item in items if (item.get_closest_marker("slow") is not None) not in chosen]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -41,15 +41,15 @@ class Packages:
             self._names[key] = name
         return self._names[key]
 
-    def wrong(self, model: Path, launch: Launch, changes: Mapping[str, Any]) -> str:
-        """Package a checkpoint with a mistake in model-config.yaml, each time anew.
+    def changed(self, model: Path, launch: Launch, changes: Mapping[str, Any]) -> str:
+        """Package a checkpoint with changes in model-config.yaml, each time anew.
 
         Args:
             model: The checkpoint.
             launch: See ``Launch``.
             changes: Further or other keys of the blocks ``handler`` and ``pippy``; ``stages`` is the number of stages.
         """
-        name = f"wrong{len(list(self._folder.glob('wrong*')))}"
+        name = f"changed{len(list(self._folder.glob('changed*')))}"
         self._package(model, name, 2, launch, {})
         config = yaml.safe_load((self.source(name) / "model-config.yaml").read_text())
         for block in ("handler", "pippy"):

@@ -138,7 +138,7 @@ class TorchServe(Client):
 
     def _launch(self) -> None:
         ports = free_ports(5)
-        self.ports = {"inference": ports[0], "management": ports[1]}
+        self.ports = {"inference": ports[0], "management": ports[1], "grpc": ports[3]}
         names = ("inference_address", "management_address", "metrics_address")
         settings = {name: f"http://127.0.0.1:{port}" for name, port in zip(names, ports, strict=False)}
         settings |= {"grpc_inference_address": "127.0.0.1", "grpc_inference_port": str(ports[3])}

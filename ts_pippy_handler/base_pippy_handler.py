@@ -149,6 +149,11 @@ class _SerialSocket(socket.socket):
             super().sendall(*args)
 
 
+def is_grpc(context: Any, index: int) -> bool:
+    """Whether a request came over gRPC: it then has no headers of its own, only the content types of its parts."""
+    return not any(isinstance(value, str) for value in context.get_all_request_header(index).values())
+
+
 def send_chunk(body: Any, context: Any, index: int) -> None:
     """Send a piece of an asynchronous request's stream; its headers go with the first one."""
     _send_item(body, context, index, is_chunk=True)
@@ -168,7 +173,7 @@ def finish_async(answers: list[Any], context: Any, is_stream: Sequence[bool] = (
     TorchServe's asynchronous frontend forgets a request only when its last *chunk* has come, also if it was answered
     whole: without one its memory grows and the model cannot be unregistered. So an answer is sent as the only chunk
     of a stream, with an empty last one. An error must be sent whole, for a stream has status 200; its last chunk then
-    finds the connection closed.
+    finds the connection closed. Over gRPC, where a call ends with a whole answer, the answer is itself the last chunk.
 
     Args:
         answers: The answers; the last piece of those that have been streamed.
@@ -176,7 +181,7 @@ def finish_async(answers: list[Any], context: Any, is_stream: Sequence[bool] = (
         is_stream: Which of them have been streamed; none by default.
     """
     for index, answer in enumerate(answers):
-        if not (is_stream and is_stream[index]):
+        if not (is_stream and is_stream[index]) and not is_grpc(context, index):
             status = context.get_response_status(index)[0]
             _send_item(answer, context, index, is_chunk=status is None or status < 400)
             answers[index] = ""

@@ -148,6 +148,10 @@ class HandlerConfig(BaseModel):
     """Stop strings of one request; more are refused with status 400."""
     max_choices: Int = Field(32, ge=1, le=128)
     """Continuations of one prompt (``n``); more are refused with status 400."""
+    grpc_streaming: bool = False
+    """Whether gRPC clients may stream (in spawn mode). The frontend does not say which call a request came by, and a
+    stream as the answer to ``Predictions`` instead of ``StreamPredictions`` ends the worker: allow it to clients that
+    know the difference."""
     trust_remote_code: bool = False
     """Whether Python code shipped inside the checkpoint may run."""
 

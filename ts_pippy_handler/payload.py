@@ -193,7 +193,7 @@ def parse_request(data: Mapping[str, Any], content_type: str | None = None) -> P
 
     Args:
         data: Body or form fields by name, values as bytes, text, or parsed JSON.
-        content_type: The request's Content-Type header, if it is known.
+        content_type: The request's Content-Type header. Without one, a body that is a JSON object counts as JSON.
 
     Raises:
         InvalidRequestError: Saying what was seen and what is allowed.
@@ -246,6 +246,8 @@ def _parse_body(body: Any, content_type: str) -> ParsedRequest:
         if "json" in content_type.lower():
             return ParsedRequest(payload=check_fields(_parse_json(bytes(body))), is_plain_text=False)
         body = _decode(bytes(body), "the body")
+        if not content_type and (fields := _json_object(body)) is not None:
+            return ParsedRequest(payload=check_fields(fields), is_plain_text=False)
     if isinstance(body, str):
         if "json" in content_type.lower():
             raise InvalidRequestError(f"the JSON body must be an object with a 'prompt', got {show(body)}")
@@ -263,6 +265,17 @@ def _parse_json(body: bytes) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"the body is not valid JSON: {error}, got {show(text)}") from None
+
+
+def _json_object(text: str) -> dict[str, Any] | None:
+    """Return the JSON object that a text is, if it is one: gRPC and ``curl -T`` do not say what they send."""
+    if not text.lstrip().startswith("{"):
+        return None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def _decode(body: bytes, what: str) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from ts_pippy_handler import openai
-from ts_pippy_handler.base_pippy_handler import BasePippyHandler, finish_async, send_chunk
+from ts_pippy_handler.base_pippy_handler import BasePippyHandler, finish_async, is_grpc, send_chunk
 from ts_pippy_handler.config import ServingConfig
 from ts_pippy_handler.errors import InvalidRequestError, NotFoundError, PippyError
 from ts_pippy_handler.generator import Generator
@@ -73,6 +73,7 @@ class TextGenerationHandler(BasePippyHandler):
         self._changed = threading.Condition()
         self._last_turn = time.monotonic()
         self._is_continuous = False
+        self._allows_grpc_streams = False
         self._model_name = ""
         self._created = int(time.time())
 
@@ -85,6 +86,7 @@ class TextGenerationHandler(BasePippyHandler):
         super().initialize(ctx)
         config: ServingConfig = config_of(ctx)
         self._is_continuous = bool(ctx.model_yaml_config.get("continuousBatching"))
+        self._allows_grpc_streams = config.handler.grpc_streaming
         self._model_name = str(getattr(ctx, "model_name", ""))
         tokenizer = Tokenizer.load(config.handler.model_path, trust_remote_code=config.handler.trust_remote_code)
         driver = get_pipeline_driver(None, self.world_size, ctx)
@@ -104,7 +106,11 @@ class TextGenerationHandler(BasePippyHandler):
         if self._is_continuous:
             return self._handle_in_turns(data, context)
         replies = [self._open(item, context, index) for index, item in enumerate(data)]
-        return [_write(_wait(reply), context, index) for index, reply in enumerate(replies)]
+        answers = [_write(_wait(reply), context, index) for index, reply in enumerate(replies)]
+        for index in range(len(data)):
+            if is_grpc(context, index):
+                context.set_response_header(index, "ts_stream_next", "false")
+        return answers
 
     def _open(self, item: dict[str, Any], context: Any, index: int) -> Reply | _Answered:
         """Parse one request and start it; an error becomes its answer."""
@@ -116,14 +122,33 @@ class TextGenerationHandler(BasePippyHandler):
             if path == "v1/cancel":
                 return _Answered(Output(body=self._cancel(openai.cancelled_id(item))))
             call = self._call(path, item, context, index)
-            if call.is_stream and not (self._is_async or self._is_continuous):
-                raise InvalidRequestError(
-                    "stream: this model cannot stream, since its model-config.yaml sets neither continuousBatching "
-                    "nor asyncCommunication"
-                )
+            if call.is_stream:
+                self._check_can_stream(is_grpc=is_grpc(context, index))
             return Reply(self.generator, call)
         except PippyError as error:
             return _Answered(failure(error, error_body(error) if path else error.as_dict()))
+
+    def _check_can_stream(self, *, is_grpc: bool) -> None:
+        """Refuse a stream that TorchServe's frontend could not carry in this mode.
+
+        Raises:
+            InvalidRequestError: Saying why.
+        """
+        if not (self._is_async or self._is_continuous):
+            raise InvalidRequestError(
+                "stream: this model cannot stream, since its model-config.yaml sets neither continuousBatching "
+                "nor asyncCommunication"
+            )
+        if is_grpc and not self._is_async:
+            raise InvalidRequestError(
+                "stream: under continuousBatching TorchServe drops a gRPC stream after its first piece; "
+                "use HTTP, or a model in spawn mode"
+            )
+        if is_grpc and not self._allows_grpc_streams:
+            raise InvalidRequestError(
+                "stream: gRPC streams are off; with handler.grpc_streaming: true in model-config.yaml clients may have "
+                "them through StreamPredictions, never through Predictions"
+            )
 
     def _call(self, path: str, item: dict[str, Any], context: Any, index: int) -> Call:
         if not path:
@@ -200,7 +225,7 @@ class TextGenerationHandler(BasePippyHandler):
                 del context.request_ids[index]
                 continue
             answers[index] = _write(output, context, index)
-            stream_ends[index] = _stream_end(output)
+            stream_ends[index] = _stream_end(output, is_grpc=is_grpc(context, index))
             if output.is_last:
                 self._answered.append(name)
                 del self._replies[name]
@@ -246,9 +271,12 @@ def _write(output: Output, context: Any, index: int) -> Any:
     return output.body
 
 
-def _stream_end(output: Output) -> Callable[[Any], bool | None]:
-    """Return what TorchServe asks about each item: whether its stream ends here; None for a whole answer."""
-    return lambda _body: output.is_last if output.is_chunk else None
+def _stream_end(output: Output, *, is_grpc: bool) -> Callable[[Any], bool | None]:
+    """Return what TorchServe asks about each item: whether its stream ends here; None for a whole answer.
+
+    The frontend never ends a ``StreamPredictions`` call that is not told of its end, also if it is answered whole.
+    """
+    return lambda _body: output.is_last if output.is_chunk or is_grpc else None
 
 
 def _header(context: Any, index: int, name: str) -> str:

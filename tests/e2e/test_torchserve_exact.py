@@ -121,11 +121,11 @@ def test_a_stop_string_ends_the_text_before_it(server: TorchServe, llama: tuple[
 @pytest.mark.parametrize(
     ("family", "stages", "launch"),
     [
-        ("opt", 1, "torchrun"),
+        pytest.param("opt", 1, "torchrun", marks=pytest.mark.slow),
         ("mistral", 3, "torchrun"),
-        ("gpt2", 2, "torchrun-batch"),
+        pytest.param("gpt2", 2, "torchrun-batch", marks=pytest.mark.slow),
         ("qwen3", 3, "spawn"),
-        ("gemma2", 4, "spawn"),
+        pytest.param("gemma2", 4, "spawn", marks=pytest.mark.slow),
     ],
 )
 def test_families(

@@ -12,6 +12,7 @@ from tests.command import generate, ts_pippy
 from tests.models import WINDOW, Checkpoints, byte_tokenizer, copy_checkpoint
 from tests.oracle import MIN_MARGIN, Reference, hf_generate, random_prompts, smallest_margin
 from tests.processes import Footprint, kill, wait_until
+from tests.texts import word_texts
 from tests.torchserve import BIN
 
 NEW_TOKENS = 48
@@ -57,6 +58,12 @@ def test_smollm2_tokens_equal_transformers(smollm2: Path, smollm2_expected: Any,
     _, prompts, references = smollm2_expected
     answers = generate(smollm2, stages, prompts, "--max-new-tokens", NEW_TOKENS, "--ignore-eos")
     check(answers, prompts, references)
+
+
+def test_the_real_model_continues_as_in_transformers(smollm2: Path) -> None:
+    _, prompts = word_texts(smollm2, num=4, max_len=40, seed=9)
+    answers = generate(smollm2, 2, prompts, "--max-new-tokens", 12, "--ignore-eos")
+    check(answers, prompts, hf_generate(smollm2, prompts, 12, ignore_eos=True))
 
 
 def test_references_end_both_ways(checkpoints: Checkpoints) -> None:

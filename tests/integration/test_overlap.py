@@ -28,7 +28,7 @@ def bench(model: Path, tmp_path: Path, *, stages: int, num_requests: int, num_ne
     return ts_pippy("bench", model, *options, environment=environment).json()
 
 
-@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_every_stage_is_busy_while_there_are_twice_as_many_requests(
     checkpoints: Checkpoints, tmp_path: Path, stages: int
 ) -> None:

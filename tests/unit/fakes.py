@@ -150,9 +150,17 @@ class FakeContext:
         self.headers: dict[int, dict[str, str]] = {}
         self.request_headers: dict[int, dict[str, str]] = {}
         self.stopping_criteria: object = "untouched"
+        self.is_grpc = False
+
+    def get_all_request_header(self, index: int) -> dict[str, str]:
+        own = self.request_headers.get(index, {})
+        return {"data": {"content-type": ""}} if self.is_grpc else {"explain": "False", **own}  # type: ignore[dict-item]
 
     def get_request_header(self, index: int, name: str) -> str | None:
         return self.request_headers.get(index, {}).get(name)
+
+    def get_response_status(self, index: int) -> tuple[int | None, str | None]:
+        return self.statuses.get(index, (200, None))
 
     def set_response_status(self, code: int = 200, phrase: str = "", idx: int = 0) -> None:
         self.statuses[idx] = (code, phrase)

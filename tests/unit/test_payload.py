@@ -48,6 +48,18 @@ def test_a_text_body_may_hold_anything_even_json() -> None:
     assert parsed.payload.prompts() == [Prompt(text=text)]
 
 
+@pytest.mark.parametrize("name", ["data", "body"])
+def test_a_json_object_of_no_type_is_json(name: str) -> None:
+    parsed = parse_request({name: b' {"prompt": "x", "max_new_tokens": 3}\n'})
+    assert (parsed.payload.prompt, parsed.payload.max_new_tokens, parsed.is_plain_text) == ("x", 3, False)
+    refused({name: b'{"prmpt": "x"}'}, None, "prmpt: unknown key")
+
+
+@pytest.mark.parametrize("text", ['{"prompt": ', "{}}", "[1, 2]", '"a"', "{" * 100_000])
+def test_a_text_of_no_type_that_is_no_json_object_is_the_prompt(text: str) -> None:
+    assert parse_request({"data": text.encode()}).payload.prompts() == [Prompt(text=text)]
+
+
 ALL = {
     "max_new_tokens": 5,
     "temperature": 0.5,

@@ -15,7 +15,7 @@ pytest.importorskip("ts", reason="TorchServe is not installed")
 
 from tests.models import byte_tokenizer
 from tests.unit.fakes import FakeContext, FakeEngine, continuation
-from ts_pippy_handler import TextGenerationHandler, text_generation_handler
+from ts_pippy_handler import TextGenerationHandler, base_pippy_handler, text_generation_handler
 from ts_pippy_handler.config import HandlerConfig
 from ts_pippy_handler.errors import OverloadedError, PipelineError, PippyError
 from ts_pippy_handler.generator import Generator
@@ -141,7 +141,8 @@ def test_several_prompts_give_a_list(model_dir: Path) -> None:
 def test_json_is_recognised_by_its_content_type(model_dir: Path) -> None:
     ctx = context(3)
     sent = json.dumps(GOOD["body"]).encode()
-    ctx.request_headers = {0: {"Content-Type": "application/json"}, 1: {"content-type": "application/json"}}
+    types = ("Content-Type", "application/json"), ("content-type", "application/json"), ("content-type", "text/plain")
+    ctx.request_headers = {index: {name: value} for index, (name, value) in enumerate(types)}
     answers = call(make(model_dir, Answering()), [{"body": sent}] * 3, ctx)
     assert answers[0] == answers[1] == body("ab", 3)
     assert answers[2] == body(sent.decode(), 4)["text"]
@@ -212,6 +213,31 @@ class Frontend:
                 del self.open[names[index]]
                 done.append(names[index])
         return done
+
+
+@pytest.mark.parametrize(("mode", "allowed"), [("batch", True), ("continuous", True), ("async", False)])
+def test_a_grpc_stream_that_the_frontend_could_not_carry_is_refused(model_dir: Path, mode: str, allowed: bool) -> None:
+    handler = make(model_dir, Answering(), mode)
+    handler._allows_grpc_streams = allowed
+    ctx = context(1)
+    ctx.is_grpc = True
+    [answer] = call(handler, [{"data": b'{"prompt": "a", "stream": true}'}], ctx)
+    assert answer["error"]["message"].startswith("stream: ")
+    if mode == "continuous":
+        assert ctx.stopping_criteria[0](answer) is True  # type: ignore[index]
+    elif mode == "batch":
+        assert ctx.headers[0]["ts_stream_next"] == "false"
+
+
+@pytest.mark.parametrize("is_grpc", [False, True])
+def test_an_asynchronous_grpc_call_gets_one_message(monkeypatch: pytest.MonkeyPatch, is_grpc: bool) -> None:
+    sent: list[Any] = []
+    monkeypatch.setattr(base_pippy_handler, "_send_item", lambda body, *args, **kwargs: sent.append(body))
+    ctx = context(1)
+    ctx.is_grpc = is_grpc
+    rest = base_pippy_handler.finish_async(["answer"], ctx)
+    assert (sent, rest) == (([], ["answer"]) if is_grpc else (["answer"], [""]))
+    assert ctx.headers[0]["ts_stream_next"] == "true", "which TorchServe's encoder turns to false: the last"
 
 
 def test_continuous_batching_answers_what_has_finished(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
