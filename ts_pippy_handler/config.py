@@ -77,8 +77,8 @@ class PippyConfig(BaseModel):
     split: Literal["time", "memory"] | list[Int] = Field(
         "time", description="'time', 'memory' or a list of the number of layers of each stage"
     )
-    """Where to cut: stages equal in bytes read per decoded token (time), equal in weights (memory), or the
-    number of layers of each stage."""
+    """Where to cut: stages equal in bytes read per token, the head's counted half since prompts need no logits (time),
+    equal in weights (memory), or the number of layers of each stage."""
     block_size: Int = Field(16, ge=1, le=1024)
     """Tokens per block of the key/value cache."""
     kv_cache_tokens: Int | None = Field(None, ge=1)

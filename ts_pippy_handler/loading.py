@@ -136,7 +136,7 @@ def layers_per_stage(traced: tracing.TracedModel, pippy: PippyConfig, num_stages
     if isinstance(pippy.split, list):
         return partition.check_split(pippy.split, num_stages, traced.num_layers)
     units = traced.units
-    costs = [unit.read_bytes if pippy.split == "time" else unit.weight_bytes for unit in units]
+    costs = [unit.time_cost if pippy.split == "time" else unit.weight_bytes for unit in units]
     return partition.balance(costs, num_stages)
 
 

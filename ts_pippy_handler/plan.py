@@ -27,7 +27,9 @@ class StagePlan:
     num_parameters: int
     weight_bytes: int
     read_bytes_per_token: int
-    """Bytes of weights read to compute one token; what decides the stage's decode time."""
+    """Bytes of weights read to compute one token of an answer."""
+    time_cost: int
+    """What ``split: time`` makes equal: bytes read per token, the head's counted half, since prompts need no logits."""
     kv_bytes_per_token: int
 
 
@@ -58,7 +60,7 @@ class Plan:
             "share of time",
         ):
             table.add_column(column, justify="left" if column.startswith("share") else "right")
-        slowest = max(stage.read_bytes_per_token for stage in self.stages)
+        slowest = max(stage.time_cost for stage in self.stages)
         for stage in self.stages:
             last = stage.first_layer + stage.num_layers - 1
             table.add_row(
@@ -68,7 +70,7 @@ class Plan:
                 f"{stage.weight_bytes / 1e6:.1f}",
                 f"{stage.read_bytes_per_token / 1e6:.1f}",
                 f"{stage.kv_bytes_per_token:,}",
-                "█" * max(1, round(_BAR_WIDTH * stage.read_bytes_per_token / slowest)),
+                "█" * max(1, round(_BAR_WIDTH * stage.time_cost / slowest)),
             )
         console = Console(width=120, no_color=True)
         with console.capture() as captured:
@@ -97,6 +99,7 @@ def make_plan(config: ServingConfig, num_stages: int) -> Plan:
                 num_parameters=cost.num_parameters,
                 weight_bytes=cost.weight_bytes,
                 read_bytes_per_token=cost.read_bytes,
+                time_cost=cost.time_cost,
                 kv_bytes_per_token=cost.kv_values_per_token * traced.dtype.itemsize,
             )
         )

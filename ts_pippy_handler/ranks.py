@@ -252,8 +252,11 @@ class Group:
             kill(self.peers)
         if self._is_joined:
             self._is_joined = False
+            # Leaving together counts the groups that a process ever had; a rank that was started anew has had fewer
+            # than rank 0, and both would wait for each other until the store's timeout.
+            together = not is_broken and self.place.generation == 0
             with contextlib.suppress(RuntimeError):  # a peer that died meanwhile
-                torch.distributed.rpc.shutdown(graceful=not is_broken, timeout=_LEAVE_TIMEOUT_S)
+                torch.distributed.rpc.shutdown(graceful=together, timeout=_LEAVE_TIMEOUT_S)
             dist.destroy_process_group()
         for process in self.peers:
             try:

@@ -9,6 +9,7 @@ Source: ``torch.export``.
 
 from __future__ import annotations
 
+import enum
 import warnings
 from dataclasses import dataclass
 from functools import cached_property
@@ -51,8 +52,29 @@ class Unit:
     """Memory of its parameters."""
     read_bytes: int
     """Bytes of parameters read to compute one token; an embedding row is next to nothing."""
+    head_bytes: int
+    """Those of ``read_bytes`` that are read only where logits are wanted: the head's."""
     num_parameters: int
     kv_values_per_token: int
+
+    @property
+    def time_cost(self) -> int:
+        """What a stage's time per token is proportional to, where logits are wanted of every other token.
+
+        Prompt tokens need none but for the last. Counting the head in full would leave its stage idle while prompts
+        are computed, and counting it not at all while answers are.
+        """
+        return self.read_bytes - self.head_bytes // 2
+
+
+class _Use(enum.IntEnum):
+    """How a parameter is read, the costliest last."""
+
+    LOOKUP = 0
+    """By row, as an embedding."""
+    LOGIT_ROWS = 1
+    """Whole, for the rows whose logits are wanted."""
+    EVERY_ROW = 2
 
 
 class TracedModel:
@@ -149,34 +171,37 @@ class TracedModel:
 
     def cost(self, layers: range) -> Unit:
         """Return the cost of consecutive layers on one stage; a weight they share is counted once."""
-        names: dict[str, bool] = {}
+        names: dict[str, _Use] = {}
         for layer in layers:
-            for name, is_read in self._usage[0][layer].items():
-                names[name] = names.get(name, False) or is_read
+            for name, use in self._usage[0][layer].items():
+                names[name] = max(names.get(name, use), use)
         return self._unit(names, sum(self._usage[1][layer] for layer in layers))
 
     @cached_property
-    def _usage(self) -> tuple[list[dict[str, bool]], list[int]]:
-        """Parameters of each layer (whether read whole, or looked up by row), and numbers cached per token."""
+    def _usage(self) -> tuple[list[dict[str, _Use]], list[int]]:
+        """Parameters of each layer with how they are used, and numbers cached per token."""
         layers = self.layer_of()
-        used: list[dict[str, bool]] = [{} for _ in range(self.num_layers)]
+        of_logits = _following(self.graph, "logit_rows")
+        used: list[dict[str, _Use]] = [{} for _ in range(self.num_layers)]
         kv = [0] * self.num_layers
         for node in self.graph.graph.nodes:
             if is_attention(node):
                 kv[layers[node]] += attention_spec(node).values_per_token
             for source in node.all_input_nodes:
                 if source.op == "get_attr" and source.target.removeprefix("model.") in self.parameters:
-                    is_lookup = node.target is torch.ops.aten.embedding.default
+                    use = _Use.LOOKUP if node.target is torch.ops.aten.embedding.default else _Use.EVERY_ROW
+                    use = _Use.LOGIT_ROWS if node in of_logits else use
                     name = source.target.removeprefix("model.")
-                    used[layers[node]][name] = used[layers[node]].get(name, False) or not is_lookup
+                    used[layers[node]][name] = max(used[layers[node]].get(name, use), use)
         return used, kv
 
-    def _unit(self, names: dict[str, bool], kv_values: int) -> Unit:
+    def _unit(self, names: dict[str, _Use], kv_values: int) -> Unit:
         sizes = {name: self.parameters[name].numel() for name in names}
         width = self.dtype.itemsize
         return Unit(
             weight_bytes=sum(sizes.values()) * width,
-            read_bytes=sum(size for name, size in sizes.items() if names[name]) * width,
+            read_bytes=sum(size for name, size in sizes.items() if names[name] is not _Use.LOOKUP) * width,
+            head_bytes=sum(size for name, size in sizes.items() if names[name] is _Use.LOGIT_ROWS) * width,
             num_parameters=sum(sizes.values()),
             kv_values_per_token=kv_values,
         )
@@ -297,6 +322,17 @@ def _clean(graph: fx.GraphModule) -> None:
         if isinstance(value, torch.Tensor):
             node.meta[SHAPE] = (tuple(_plain_dim(dim, symbol) for dim in value.shape), value.dtype)
     graph.recompile()
+
+
+def _following(graph: fx.GraphModule, placeholder: str) -> set[fx.Node]:
+    """Return the nodes whose value follows from an input."""
+    found: set[fx.Node] = set()
+    for node in graph.graph.nodes:
+        if (node.op == "placeholder" and node.name == placeholder) or any(
+            each in found for each in node.all_input_nodes
+        ):
+            found.add(node)
+    return found
 
 
 def _plain_dim(dim: Any, symbol: Any) -> int | str | None:

@@ -55,7 +55,9 @@ except PipelineError as error:
     found["lost"] = str(error)
 found["end again"] = end(generate(4))
 found["counts again"] = [count(rank) for rank in engine.stats()]
+started = time.monotonic()
 engine.close()
+found["close_s"] = time.monotonic() - started
 try:
     engine.stats()
     found["closed"] = "answered"
@@ -91,4 +93,5 @@ def test_stats_of_two_ranks(checkpoints: Checkpoints) -> None:
     assert first_batches >= 4
     assert second[0] == 1
     assert 4 <= second[1] <= first_batches
+    assert found["close_s"] < 10, "ranks of different ages waited for each other"
     assert found["closed"].startswith("a rank did not answer 'read': ")

@@ -31,7 +31,7 @@ def gpt2(checkpoints: Checkpoints) -> Path:
 
 
 def unit(*, weight_bytes: int, read_bytes: int) -> Unit:
-    return Unit(weight_bytes=weight_bytes, read_bytes=read_bytes, num_parameters=1, kv_values_per_token=1)
+    return Unit(weight_bytes=weight_bytes, read_bytes=read_bytes, head_bytes=0, num_parameters=1, kv_values_per_token=1)
 
 
 def test_layers_per_stage() -> None:

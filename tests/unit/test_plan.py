@@ -56,6 +56,7 @@ def stage(index: int, read: int) -> StagePlan:
         num_parameters=1_234_567,
         weight_bytes=4_938_268,
         read_bytes_per_token=read,
+        time_cost=read,
         kv_bytes_per_token=2048,
     )
 

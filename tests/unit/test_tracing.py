@@ -85,6 +85,8 @@ def test_costs_add_up_to_the_model(checkpoints: Checkpoints) -> None:
     assert model.units[1] == model.units[2]
     assert model.units[0].read_bytes == model.units[1].read_bytes
     assert model.units[3].read_bytes == model.units[1].read_bytes + (embedding + 64) * 4
+    assert [unit.head_bytes for unit in model.units] == [0, 0, 0, embedding * 4]
+    assert model.units[3].time_cost == model.units[3].read_bytes - embedding * 4 // 2
     assert {unit.kv_values_per_token for unit in model.units} == {2 * 2 * 16}
     assert model.cost(range(4)).num_parameters == total
 
@@ -92,6 +94,7 @@ def test_costs_add_up_to_the_model(checkpoints: Checkpoints) -> None:
 def test_a_tied_matrix_costs_each_stage_that_has_it_once(checkpoints: Checkpoints) -> None:
     model = traced(checkpoints("gpt2", layers=4))
     matrix = VOCAB * 64 * 4
+    assert model.cost(range(4)).head_bytes == matrix, "looked up by row and read as the head: the head counts"
     parts = [model.cost(range(2)), model.cost(range(2, 4))]
     assert sum(part.weight_bytes for part in parts) == model.cost(range(4)).weight_bytes + matrix
     assert model.aliases["lm_head.weight"] == model.aliases["transformer.wte.weight"]
