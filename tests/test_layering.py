@@ -21,6 +21,7 @@ LIGHT = [
         "meter",
         "partition",
         "prefix_cache",
+        "process",
         "request",
         "request_state",
         "scheduler",
@@ -81,7 +82,7 @@ def test_the_engine_knows_no_text_and_no_handlers() -> None:
 
 def test_the_environment_is_touched_where_ranks_and_processes_start() -> None:
     readers = [module for module in MODULES if "os.environ" in (PACKAGE / f"{module}.py").read_text("utf-8")]
-    assert readers == ["cli", "ranks", "tracer"]
+    assert readers == ["cli", "process", "ranks", "tracer"]
 
 
 def test_importing_the_package_imports_neither_torch_nor_torchserve() -> None:

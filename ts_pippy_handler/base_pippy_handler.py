@@ -25,7 +25,7 @@ import torch
 from ts.protocol.otf_message_handler import create_predict_response
 from ts.torch_handler.base_handler import BaseHandler
 
-from ts_pippy_handler import migration, ranks
+from ts_pippy_handler import migration, process, ranks
 from ts_pippy_handler.config import renamed
 from ts_pippy_handler.errors import ConfigError, LoadError, PippyError
 from ts_pippy_handler.pt_pippy import config_of, initialize_rpc_workers, num_spawned_stages
@@ -38,10 +38,10 @@ def load_failure_as_runtime_error(method: Callable[..., None]) -> Callable[..., 
 
     @functools.wraps(method)
     def wrapped(self: BasePippyHandler, ctx: Any) -> None:
-        ranks.mark_failed()  # until it succeeds
+        process.mark_failed()  # until it succeeds
         try:
             method(self, ctx)
-            ranks.mark_failed(failed=False)
+            process.mark_failed(failed=False)
         except PippyError as error:
             # One line that says all, last in the log: the traceback of a wrong key helps nobody.
             place = ranks.place_from_environment()
@@ -80,8 +80,9 @@ class BasePippyHandler(BaseHandler):
         Raises:
             RuntimeError: With the reason, if the configuration is wrong or a rank does not appear.
         """
-        ranks.die_with_parent()
-        ranks.end_quickly_at_exit()
+        process.die_with_parent()
+        process.end_quickly_at_exit()
+        process.share_memory_arena()
         _unlink_own_socket()
         migration.accept_meta_from_pretrained()
         logging.captureWarnings(True)

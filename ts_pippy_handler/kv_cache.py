@@ -33,6 +33,8 @@ class _Owned:
     """The same as ``(first_slot, num_slots)``."""
     num_known: int = 0
     """Leading blocks whose contents were shared or registered."""
+    num_expected: int = 0
+    """Blocks it will have in the end, if it goes on as long as it may."""
 
 
 class BlockAllocator:
@@ -46,6 +48,9 @@ class BlockAllocator:
         self._num_in_free = num_blocks
         self._num_owners = [0] * num_blocks
         self._owned: dict[int, _Owned] = {}
+        self._promised: dict[
+            int, int
+        ] = {}  # block behind an owner's last one: how many from there on it may still want
         self._known = KnownBlocks()
 
     @property
@@ -71,8 +76,14 @@ class BlockAllocator:
         """Return how many blocks a request that begins with these would share."""
         return len(self._known.prefix(names))
 
-    def admit(self, owner: int, num_tokens: int, names: Sequence[bytes] = ()) -> int | None:
+    def admit(self, owner: int, num_tokens: int, names: Sequence[bytes] = (), *, num_expected: int = 0) -> int | None:
         """Give a new owner blocks for ``num_tokens`` tokens, of which it shares those whose names are known.
+
+        Args:
+            owner: Who has none yet.
+            num_tokens: What it needs now.
+            names: Of its leading full blocks.
+            num_expected: Tokens it may have in the end. So much room is left behind it, as long as there is other room.
 
         Returns:
             How many leading blocks hold their tokens already; None, with nothing changed, when there are not enough
@@ -82,7 +93,7 @@ class BlockAllocator:
         num_from_kept = sum(not self._num_owners[block] for block in shared)
         if self.blocks_for(num_tokens) - len(shared) > self.num_free - num_from_kept:
             return None
-        owned = self._owned[owner] = _Owned(num_known=len(shared))
+        owned = self._owned[owner] = _Owned(num_known=len(shared), num_expected=self.blocks_for(num_expected))
         for block in shared:
             if not self._num_owners[block]:
                 self._known.reuse(block)
@@ -130,6 +141,8 @@ class BlockAllocator:
             return
         self._known.tick()
         blocks = owned.blocks
+        if blocks:
+            self._promised.pop(blocks[-1] + 1, None)
         # The last block is seldom full. It stays with those before it, so that it need not be a free gap of its own.
         tail = blocks[-1] if len(blocks) > 1 and blocks[-1] == blocks[-2] + 1 else None
         if tail is not None and not self._known.has_contents(blocks[-2]):
@@ -174,20 +187,30 @@ class BlockAllocator:
     def _find(self, wanted: int, behind: int | None) -> tuple[int, int]:
         """Choose up to ``wanted`` consecutive unowned blocks: in place of growth, else in the largest free gap.
 
+        In a gap, what is promised to the owner before it is left out; when nothing else is free, its end is taken.
         Kept blocks are spared while there is a gap worth the name. After that a request grows over old ones behind
         it; else it takes the oldest, from the first of those released together, to grow into the rest.
         """
         if behind is not None and self._is_empty(behind):
             return behind, self._reach(behind, wanted, self._is_empty)
-        first, count = max(self._free, key=lambda gap: gap[1], default=(0, 0))
-        if count >= max(wanted, self._room) or not self._known.num_kept:
+        first, count = max(map(self._unpromised, self._free), key=lambda gap: gap[1], default=(0, 0))
+        if count >= max(wanted, self._room) or (count and not self._known.num_kept):
             return first, min(wanted, count)
+        if not self._known.num_kept:
+            first, count = max(self._free, key=lambda gap: gap[1])
+            return first + max(count - wanted, 0), min(wanted, count)
         if behind is not None and self._is_cheap(behind):
             return behind, self._reach(behind, wanted, self._is_cheap)
         first = self._known.first_of_coldest(max(wanted, self._room))
         return first, self._reach(
             first, wanted, lambda block: self._known.are_together(first, block) or self._is_cheap(block)
         )
+
+    def _unpromised(self, gap: tuple[int, int]) -> tuple[int, int]:
+        """Return the part of a gap that nobody is going to grow into."""
+        first, count = gap
+        promised = min(self._promised.get(first, 0), count)
+        return first + promised, count - promised
 
     def _reach(self, first: int, wanted: int, is_fit: Callable[[int], bool]) -> int:
         """Return how many blocks from a fit ``first`` on are fit, up to ``wanted``."""
@@ -214,9 +237,13 @@ class BlockAllocator:
             owned.runs[-1] = (start, before + num_slots)
         else:
             owned.runs.append((slot, num_slots))
+        if owned.blocks:
+            self._promised.pop(owned.blocks[-1] + 1, None)
         for block in range(first, first + count):
             self._num_owners[block] += 1
             owned.blocks.append(block)
+        if owned.num_expected > len(owned.blocks):
+            self._promised[first + count] = owned.num_expected - len(owned.blocks)
 
     def _claim(self, first: int, count: int) -> None:
         """Remove unowned blocks from the free gaps and the kept blocks."""

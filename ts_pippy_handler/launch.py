@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from ts_pippy_handler import loading, ranks, worker
+from ts_pippy_handler import loading, process, ranks, worker
 from ts_pippy_handler.config import ServingConfig
 from ts_pippy_handler.engine import Engine
 from ts_pippy_handler.errors import LoadError, PipelineError, RankLostError
@@ -58,6 +58,7 @@ def start_spawned(config: ServingConfig, num_stages: int, options: SpawnOptions 
         LoadError: If the configuration is wrong or a rank fails to load.
     """
     options = options or SpawnOptions()
+    process.share_memory_arena()
     loading.check_early(config, num_stages)
     job = json.dumps(
         {
@@ -171,7 +172,7 @@ class _Spawner:
         reported: ranks.Group | None = None
         while engine is not None and engine.is_running:
             group = engine.loaded.group
-            dead = [process for process in list(group.peers) if process.poll() is not None]
+            dead = [child for child in list(group.peers) if child.poll() is not None]
             if dead and group is not reported:
                 reported = group
                 engine.report_lost(PipelineError(f"a rank ended with status {dead[0].returncode}"))
@@ -206,7 +207,7 @@ def _end_process(error: PipelineError) -> None:
     """
     _log_death(error)
     if isinstance(error, RankLostError):
-        ranks.end_process(1)
-    timer = threading.Timer(_LAST_WORDS_S, ranks.end_process, (1,))
+        process.end_process(1)
+    timer = threading.Timer(_LAST_WORDS_S, process.end_process, (1,))
     timer.daemon = True
     timer.start()

@@ -22,6 +22,7 @@ from ts_pippy_handler import partition, tracer, tracing
 from ts_pippy_handler.config import PippyConfig, ServingConfig
 from ts_pippy_handler.errors import CheckpointError, ConfigError, LoadError
 from ts_pippy_handler.graph_data import ModelFacts, decode_stage
+from ts_pippy_handler.process import keep_freed_memory
 from ts_pippy_handler.ranks import Group, device_of, set_threads
 from ts_pippy_handler.stage import Stage
 from ts_pippy_handler.transport import Transport
@@ -69,6 +70,7 @@ def load(group: Group, config: ServingConfig, *, show_progress: bool = False) ->
     num_slots = _agree_on_slots(group, config.pippy, stage, facts)
     stage.allocate_cache(num_slots)
     transport = Transport(stage.device, config.pippy.step_timeout) if group.store is not None else None
+    keep_freed_memory()  # not before the weights are read, whose buffers come back in other sizes
     logger.info(
         "rank %d: stage %d of %d, layers %d-%d, %.1f MB of weights, cache of %d tokens, %s, %d threads, %.1f s",
         group.place.rank,

@@ -4,13 +4,12 @@ Two launch modes meet here and nowhere else: under ``torchrun`` TorchServe start
 the environment; in ``spawn`` mode rank 0 starts the others itself and hosts the rendezvous on a port of its own. With
 no rank variables and one stage there is nothing to join. This is the only module that reads rank variables.
 
-Ranks die with their parent, whoever kills it, and never outlive rank 0. Everything binds to loopback unless an
-interface is configured.
+Ranks never outlive rank 0 (see :mod:`~ts_pippy_handler.process`). Everything binds to loopback unless an interface is
+configured.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import logging
@@ -18,34 +17,31 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import IO, Any, NoReturn, TypeVar
+from typing import IO, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ts_pippy_handler.config import PippyConfig
 from ts_pippy_handler.errors import ConfigError, LoadError, PipelineError, PippyError
+from ts_pippy_handler.process import PARENT_PID
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_PARENT_POLL_S = 0.1
 _IDLE = timedelta(days=3650)
 """A stage may wait this long for the next batch; ``transport`` bounds every other wait itself."""
 _LEAVE_TIMEOUT_S = 5
 _ASK_TIMEOUT_S = 10.0
 _STORE_POLL_S = 0.02
 _OUTCOME_TIMEOUT_S = 3600.0
-_has_failed = threading.Event()
 _GENERATION = "TS_PIPPY_GENERATION"
-_PARENT_PID = "TS_PIPPY_PARENT_PID"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,43 +92,6 @@ def set_threads(place: Place, threads_per_rank: int | None) -> int:
     threads = threads_per_rank or max(1, cores // place.local_world_size)
     torch.set_num_threads(threads)
     return threads
-
-
-def die_with_parent() -> None:
-    """End this process when its parent is gone, within a second. Starts a daemon thread."""
-    parent = int(os.environ.get(_PARENT_PID, os.getppid()))
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(_PARENT_POLL_S)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
-
-
-def end_process(status: int) -> NoReturn:
-    """End this process now, without tearing Python and torch down.
-
-    Teardown was measured to take more than a second, during which the process holds its output pipes; TorchServe takes
-    their closing for the failure of the worker it has started meanwhile.
-    """
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(status)
-
-
-def end_quickly_at_exit() -> None:
-    """Let a regular exit of this process skip the teardown too."""
-    atexit.register(lambda: end_process(int(_has_failed.is_set())))
-
-
-def mark_failed(*, failed: bool = True) -> None:
-    """Let the exit status say whether something failed."""
-    if failed:
-        _has_failed.set()
-    else:
-        _has_failed.clear()
 
 
 @dataclass
@@ -419,7 +378,7 @@ def spawn_peers(
 
 
 def _start(rank: int, rendezvous: Mapping[str, str], job: str, stdout: IO[Any] | int | None) -> subprocess.Popen[bytes]:
-    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), _PARENT_PID: str(os.getpid())}
+    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), PARENT_PID: str(os.getpid())}
     process = subprocess.Popen(
         [sys.executable, "-m", "ts_pippy_handler.worker"],
         env={**os.environ, **rendezvous, **own},

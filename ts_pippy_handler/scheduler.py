@@ -231,7 +231,11 @@ class Scheduler:
 
     def _share(self, sequence: RequestState) -> bool:
         """Give a request cache for all its tokens, counting as scheduled those that are there; False without room."""
-        num_blocks = self.allocator.admit(sequence.number, len(sequence.tokens), self._sharable(sequence))
+        params = sequence.params
+        num_expected = sequence.num_prompt + (0 if params.only_logits else params.max_new_tokens)
+        num_blocks = self.allocator.admit(
+            sequence.number, len(sequence.tokens), self._sharable(sequence), num_expected=num_expected
+        )
         if num_blocks is None:
             return False
         sequence.num_scheduled = sequence.num_shared = num_blocks * self.allocator.block_size

@@ -12,7 +12,7 @@ import sys
 import threading
 import warnings
 
-from ts_pippy_handler import loading, ranks
+from ts_pippy_handler import loading, process, ranks
 from ts_pippy_handler.config import ServingConfig, load_config
 from ts_pippy_handler.errors import PippyError
 from ts_pippy_handler.loading import LoadedRank
@@ -69,12 +69,13 @@ def _give_up(group: ranks.Group, error: BaseException) -> None:
         if not isinstance(error, PippyError):  # a lost neighbour is a symptom; its own last words matter more
             group.fail(error)
     finally:
-        ranks.end_process(1)
+        process.end_process(1)
 
 
 def main() -> None:
     """Run a rank started by :func:`ts_pippy_handler.ranks.spawn_peers`; the job comes on standard input."""
-    ranks.die_with_parent()
+    process.die_with_parent()
+    process.share_memory_arena()
     job = json.load(sys.stdin)
     logging.basicConfig(stream=sys.stdout, level=job["log_level"], format="%(message)s")
     warnings.simplefilter("ignore")
@@ -84,13 +85,13 @@ def main() -> None:
         loaded = loading.load(group, config, show_progress=job["show_progress"])
     except PippyError:
         # The reason is with rank 0 already, which reports it once for all.
-        ranks.end_process(1)
+        process.end_process(1)
     try:
         run_batches(loaded)
     except BaseException as error:  # noqa: BLE001 - the process ends with it
         _give_up(group, error)
     group.leave()
-    ranks.end_process(0)  # rank 0 waits for the exit; RPC threads have nothing left to say
+    process.end_process(0)  # rank 0 waits for the exit; RPC threads have nothing left to say
 
 
 if __name__ == "__main__":

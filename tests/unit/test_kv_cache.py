@@ -71,6 +71,33 @@ def test_two_requests_that_grow_leave_each_other_room() -> None:
     assert allocator.slots(1) == [(0, 4)]
 
 
+def test_requests_admitted_together_grow_to_their_whole_length_in_place() -> None:
+    allocator = BlockAllocator(100, 4)
+    for owner in range(5):
+        assert allocator.admit(owner, 10, num_expected=60) == 0
+    for num_tokens in range(11, 61):
+        for owner in range(5):
+            assert allocator.allocate(owner, num_tokens)
+    assert [len(allocator.slots(owner)) for owner in range(5)] == [1] * 5
+    allocator.check_integrity()
+
+
+def test_room_that_is_left_for_others_is_taken_when_nothing_else_is_free() -> None:
+    allocator = BlockAllocator(10, 4)
+    assert allocator.admit(0, 4, num_expected=40) == 0
+    assert allocator.admit(1, 12, num_expected=40) == 0
+    assert allocator.slots(1) == [(28, 12)], "the end of what may be needed last"
+    assert allocator.allocate(0, 28)
+    assert allocator.slots(0) == [(0, 28)]
+    assert not allocator.allocate(0, 29)
+    allocator.free(1)
+    assert allocator.allocate(0, 40)
+    assert allocator.slots(0) == [(0, 40)]
+    allocator.free(0)
+    allocator.check_integrity()
+    assert allocator._promised == {}
+
+
 def test_fragmented_memory_gives_several_runs_in_token_order() -> None:
     allocator = BlockAllocator(6, 2)
     for owner in range(6):
