@@ -72,6 +72,8 @@ class Scheduler:
         """Prompt tokens that were found in the cache instead of computed, since the start."""
         self.num_prompt_computed = 0
         """Prompt tokens that were computed, again after evictions too, since the start."""
+        self.num_evictions = 0
+        """Times a request had to give its cache back, since the start."""
 
     @property
     def num_running(self) -> int:
@@ -326,6 +328,7 @@ class Scheduler:
     def _evict(self, sequence: RequestState) -> None:
         """Take a request's cache away; it waits before all younger ones and is computed again from its tokens."""
         del self._running[sequence.number]
+        self.num_evictions += 1
         self.allocator.free(sequence.number)
         sequence.num_scheduled = sequence.num_shared = 0
         self._waiting.insert(bisect.bisect(self._waiting, sequence.number, key=lambda other: other.number), sequence)
