@@ -6,6 +6,7 @@ files, and nothing of how a model runs.
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,8 @@ from typing import Any, Literal
 
 import yaml
 
-from ts_pippy_handler.config import load_config
+from ts_pippy_handler import partition
+from ts_pippy_handler.config import load_config, written_layers
 from ts_pippy_handler.errors import ConfigError, PippyError
 
 Launch = Literal["torchrun", "spawn"]
@@ -115,8 +117,16 @@ def package(options: ArchiveOptions) -> Path:
 def _check(options: ArchiveOptions) -> None:
     if options.num_stages < 1:
         raise ConfigError(f"number of stages: got {options.num_stages}, at least 1 is needed")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", options.name):
+        raise ConfigError(
+            f"name: letters, digits, '_', '-' and '.' are allowed, and it begins with one of the first two, "
+            f"got {options.name!r}"
+        )
     absolute = {**model_config(options)["handler"], "model_path": str(options.model_path)}
-    load_config({**model_config(options), "handler": absolute})
+    config = load_config({**model_config(options), "handler": absolute})
+    layers = written_layers(config.handler.model_path)
+    if layers is not None:
+        partition.check_num_stages(options.num_stages, layers)
 
 
 def _copied_weights(options: ArchiveOptions, scratch: Path) -> Path | None:

@@ -25,7 +25,7 @@ import torch
 from ts.protocol.otf_message_handler import create_predict_response
 from ts.torch_handler.base_handler import BaseHandler
 
-from ts_pippy_handler import migration, process, ranks
+from ts_pippy_handler import loading, migration, process, ranks
 from ts_pippy_handler.config import renamed
 from ts_pippy_handler.errors import ConfigError, LoadError, PippyError
 from ts_pippy_handler.pt_pippy import config_of, initialize_rpc_workers, num_spawned_stages
@@ -92,7 +92,7 @@ class BasePippyHandler(BaseHandler):
         self.context = ctx
         self.manifest = ctx.manifest
         self.model_yaml_config = ctx.model_yaml_config
-        config_of(ctx)
+        config = config_of(ctx)
         self._is_async = bool(ctx.model_yaml_config.get("asyncCommunication"))
         place = ranks.place_from_environment()
         spawned = num_spawned_stages(ctx)
@@ -106,6 +106,8 @@ class BasePippyHandler(BaseHandler):
                     "torchrun; use continuousBatching, or parallelType: custom with parallelLevel"
                 )
             initialize_rpc_workers(self.local_rank, self.world_size, ctx)
+        else:
+            loading.check_early(config, spawned)
 
     @property
     def device(self) -> torch.device | None:

@@ -163,7 +163,7 @@ def _config(options: argparse.Namespace) -> ServingConfig:
     handler = {"model_path": options.model_dir, "request_timeout": None}
     if options.dtype:
         handler["dtype"] = options.dtype
-    return load_config({"pippy": {"split": options.split or "time"}, "handler": handler})
+    return load_config({"pippy": {"split": "time" if options.split is None else options.split}, "handler": handler})
 
 
 def _spawn_options(options: argparse.Namespace) -> SpawnOptions:
@@ -178,7 +178,7 @@ def _spawn_options(options: argparse.Namespace) -> SpawnOptions:
 
 def _generate(options: argparse.Namespace) -> int:
     # Imported here, so that --help and mistakes in the options need not wait seconds for torch.
-    from ts_pippy_handler import launch
+    from ts_pippy_handler import launch, loading
     from ts_pippy_handler.generator import Generator
     from ts_pippy_handler.text import Tokenizer
 
@@ -186,11 +186,15 @@ def _generate(options: argparse.Namespace) -> int:
         raise ConfigError("nothing to generate from: give --prompt TEXT or --input-ids '[1,2,3]'")
     config = _config(options)
     wishes = _wishes(options)
+    prompts = [_prompt(each) for each in options.prompts]
+    loading.check_early(config, options.stages)
     tokenizer = Tokenizer.load(config.handler.model_path)
+    if tokenizer is None and any(isinstance(each, str) for each in options.prompts):
+        raise InvalidRequestError(f"{options.model_dir} has no tokenizer, so --prompt cannot be read; use --input-ids")
     engine = launch.start_spawned(config, options.stages, _spawn_options(options))
     try:
         generator = Generator(engine, tokenizer, config.handler)
-        completions = generator.submit_all([_prompt(each) for each in options.prompts], wishes)
+        completions = generator.submit_all(prompts, wishes)
         answers = []
         for completion in completions:
             completion.done.wait()

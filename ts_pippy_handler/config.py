@@ -7,6 +7,7 @@ Knows nothing of torch: dtypes are names here.
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
-from ts_pippy_handler.errors import ConfigError
+from ts_pippy_handler.errors import CheckpointError, ConfigError
 from ts_pippy_handler.validation import describe_errors, nearest, show
 
 DTYPES = {
@@ -263,3 +264,20 @@ def renamed(mapping: Mapping[str, Any]) -> dict[str, Any]:
         warnings.warn(f"handler.{old} is deprecated, write handler.{new}", DeprecationWarning, stacklevel=3)
         handler[new] = handler.pop(old)
     return {**mapping, "handler": handler}
+
+
+def written_layers(model_path: str) -> int | None:
+    """Return the number of layers that a checkpoint's config.json says, under one of its usual names; None without one.
+
+    Raises:
+        CheckpointError: If the file is missing or no JSON object.
+    """
+    file = Path(model_path) / "config.json"
+    try:
+        written = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: {error}") from error
+    if not isinstance(written, dict):
+        raise CheckpointError(f"{file}: must be a JSON object, got {type(written).__name__}")
+    found = next((written[key] for key in ("num_hidden_layers", "n_layer", "n_layers") if key in written), None)
+    return found if isinstance(found, int) else None

@@ -344,7 +344,7 @@ class Engine:
         """
         self._in_flight.clear()
         self._lost = None
-        for number in self._callbacks:
+        for number in list(self._callbacks):  # other threads add to it
             self._logits.pop(number, None)  # they will be computed again
         logger.error("pipeline failed: %s", error)
         running = self.scheduler.restart()

@@ -187,7 +187,7 @@ class Generator:
         if prompt.token_ids is not None:
             return list(prompt.token_ids)
         if self.tokenizer is None:
-            raise InvalidRequestError("this model has no tokenizer; send token ids ('input_ids')")
+            raise InvalidRequestError("this model has no tokenizer; send token ids")
         if prompt.messages is not None:
             return self.tokenizer.encode_chat(prompt.messages, prompt.tools)
         if not prompt.text:

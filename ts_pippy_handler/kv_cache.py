@@ -35,6 +35,8 @@ class _Owned:
     """Leading blocks whose contents were shared or registered."""
     num_expected: int = 0
     """Blocks it will have in the end, if it goes on as long as it may."""
+    promised_at: int | None = None
+    """The block behind its last one, if room from there on is left for it."""
 
 
 class BlockAllocator:
@@ -114,10 +116,11 @@ class BlockAllocator:
         if owned is None:
             owned = self._owned[owner] = _Owned()
         while missing > 0:
-            first, count = self._find(missing, owned.blocks[-1] + 1 if owned.blocks else None)
+            first, count = self._find(missing, owned)
             self._claim(first, count)
             self._add(owned, first, count)
             missing -= count
+        self._promise(owned)
         return True
 
     def slots(self, owner: int) -> list[tuple[int, int]]:
@@ -141,8 +144,8 @@ class BlockAllocator:
             return
         self._known.tick()
         blocks = owned.blocks
-        if blocks:
-            self._promised.pop(blocks[-1] + 1, None)
+        if owned.promised_at is not None:
+            del self._promised[owned.promised_at]
         # The last block is seldom full. It stays with those before it, so that it need not be a free gap of its own.
         tail = blocks[-1] if len(blocks) > 1 and blocks[-1] == blocks[-2] + 1 else None
         if tail is not None and not self._known.has_contents(blocks[-2]):
@@ -184,20 +187,24 @@ class BlockAllocator:
         if self._num_in_free != num_in_free:
             raise PippyError(f"{self._num_in_free} free cache blocks are counted, not {num_in_free}")
 
-    def _find(self, wanted: int, behind: int | None) -> tuple[int, int]:
+    def _find(self, wanted: int, owned: _Owned) -> tuple[int, int]:
         """Choose up to ``wanted`` consecutive unowned blocks: in place of growth, else in the largest free gap.
 
         In a gap, what is promised to the owner before it is left out; when nothing else is free, its end is taken.
         Kept blocks are spared while there is a gap worth the name. After that a request grows over old ones behind
         it; else it takes the oldest, from the first of those released together, to grow into the rest.
         """
+        behind = owned.blocks[-1] + 1 if owned.blocks else None
+        if behind in self._promised and owned.promised_at != behind:
+            behind = None  # two requests end in the same shared block, and the other may grow there
         if behind is not None and self._is_empty(behind):
             return behind, self._reach(behind, wanted, self._is_empty)
-        first, count = max(map(self._unpromised, self._free), key=lambda gap: gap[1], default=(0, 0))
-        if count >= max(wanted, self._room) or (count and not self._known.num_kept):
+        enough = max(wanted, self._room)
+        first, count = max(map(self._unpromised, self._free), key=_length, default=(0, 0))
+        if count >= enough or (count and not self._known.num_kept):
             return first, min(wanted, count)
-        if not self._known.num_kept:
-            first, count = max(self._free, key=lambda gap: gap[1])
+        first, count = max(self._free, key=_length, default=(0, 0))
+        if count >= enough or not self._known.num_kept:
             return first + max(count - wanted, 0), min(wanted, count)
         if behind is not None and self._is_cheap(behind):
             return behind, self._reach(behind, wanted, self._is_cheap)
@@ -237,13 +244,19 @@ class BlockAllocator:
             owned.runs[-1] = (start, before + num_slots)
         else:
             owned.runs.append((slot, num_slots))
-        if owned.blocks:
-            self._promised.pop(owned.blocks[-1] + 1, None)
         for block in range(first, first + count):
             self._num_owners[block] += 1
             owned.blocks.append(block)
-        if owned.num_expected > len(owned.blocks):
-            self._promised[first + count] = owned.num_expected - len(owned.blocks)
+
+    def _promise(self, owned: _Owned) -> None:
+        """Leave room behind an owner's last block for what it may still want, unless it is another's room."""
+        if owned.promised_at is not None:
+            del self._promised[owned.promised_at]
+            owned.promised_at = None
+        behind, wanted = owned.blocks[-1] + 1, owned.num_expected - len(owned.blocks)
+        if wanted > 0 and behind not in self._promised:
+            self._promised[behind] = wanted
+            owned.promised_at = behind
 
     def _claim(self, first: int, count: int) -> None:
         """Remove unowned blocks from the free gaps and the kept blocks."""
@@ -280,3 +293,7 @@ class BlockAllocator:
             before = self._free.pop(index)
             first, count = before[0], before[1] + count
         self._free.insert(index, (first, count))
+
+
+def _length(gap: tuple[int, int]) -> int:
+    return gap[1]

@@ -7,7 +7,6 @@ nothing of requests.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from dataclasses import dataclass
@@ -19,8 +18,8 @@ import torch
 from tqdm import tqdm
 
 from ts_pippy_handler import partition, tracer, tracing
-from ts_pippy_handler.config import PippyConfig, ServingConfig
-from ts_pippy_handler.errors import CheckpointError, ConfigError, LoadError
+from ts_pippy_handler.config import PippyConfig, ServingConfig, written_layers
+from ts_pippy_handler.errors import ConfigError, LoadError
 from ts_pippy_handler.graph_data import ModelFacts, decode_stage
 from ts_pippy_handler.process import keep_freed_memory
 from ts_pippy_handler.ranks import Group, device_of, set_threads
@@ -240,12 +239,6 @@ def check_early(config: ServingConfig, num_stages: int) -> None:
     split = config.pippy.split
     if isinstance(split, list) and len(split) != num_stages:
         raise ConfigError(f"pippy.split: {split} describes {len(split)} stages, but there are {num_stages}")
-    file = Path(config.handler.model_path) / "config.json"
-    try:
-        written = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: {error}") from error
-    # The usual names; with another one the trace finds out.
-    layers = next((written[key] for key in ("num_hidden_layers", "n_layer", "n_layers") if key in written), None)
-    partition.check_num_stages(num_stages, layers if isinstance(layers, int) else max(num_stages, 1))
+    layers = written_layers(config.handler.model_path)
+    partition.check_num_stages(num_stages, max(num_stages, 1) if layers is None else layers)
     Checkpoint(config.handler.model_path, config.handler.index_filename)

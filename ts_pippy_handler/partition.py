@@ -66,5 +66,7 @@ def check_num_stages(num_stages: int, num_layers: int) -> None:
     Raises:
         ConfigError: Naming both numbers.
     """
+    if num_layers < 1:
+        raise ConfigError(f"the model's config.json says that it has {num_layers} layers; at least one is needed")
     if not 1 <= num_stages <= num_layers:
         raise ConfigError(f"number of stages: got {num_stages}, allowed are 1 to {num_layers}, the model's layers")

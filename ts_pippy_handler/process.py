@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import ctypes
 import os
+import signal
 import sys
 import threading
 import time
@@ -32,6 +33,11 @@ def die_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def leave_interrupts_to_parent() -> None:
+    """Ignore Ctrl-C, which a terminal sends to the children too; the parent ends them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def end_process(status: int) -> NoReturn:
@@ -73,7 +79,7 @@ def keep_freed_memory() -> bool:
 
     By default glibc gives the large buffers of a batch back to the system, which clears every page of them anew for the
     next batch: 38,000 page faults and a tenth of the time of 512 prompt tokens were measured. What is kept is bounded
-    by the largest batch.
+    by what the largest batch needed, and above 512 MB of it goes back.
     """
     settings = ((_M_MMAP_THRESHOLD, 32 << 20), (_M_TRIM_THRESHOLD, 512 << 20), (_M_TOP_PAD, 16 << 20))
     return all(_mallopt(option, value) for option, value in settings)

@@ -62,7 +62,7 @@ class Tokenizer:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise InvalidRequestError(
-                f"the prompt is no text: it holds half of a surrogate pair at offset {error.start}"
+                f"the prompt is no text: what stands at offset {error.start} has no place in UTF-8"
             ) from None
         ids: list[int] = self._tokenizer(text)["input_ids"]
         return ids

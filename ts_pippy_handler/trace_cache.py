@@ -1,8 +1,9 @@
 """Traced stages kept on disk, so that a model that was served before starts without being traced again.
 
-A file is named by everything its contents follow from: config.json, dtype, split, the versions of the packages that
-trace, and the source files of this package and of the model in transformers. Nothing is ever read back under another
-name, and a file that is damaged counts as absent. Files hold plain data, no pickles. Knows no torch and no ranks.
+A file is named by everything its contents follow from: config.json, dtype, split and number of stages, the versions of
+the packages that trace, and the source files of this package and of transformers. Nothing is ever read back under
+another name, and a file that is damaged counts as absent. Files hold plain data, no pickles. Knows no torch and no
+ranks.
 """
 
 from __future__ import annotations
@@ -45,8 +46,11 @@ class TraceCache:
 
     def load(self) -> list[bytes] | None:
         """Return the stages, as :func:`ts_pippy_handler.graph_data.decode_stage` reads them; None if none are kept."""
+        if self._file is None:
+            return None
         try:
-            content = b"" if self._file is None else self._file.read_bytes()
+            content = self._file.read_bytes()
+            self._file.touch()  # the least recently used are forgotten first
         except OSError:
             return None
         digest, body = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
@@ -61,9 +65,10 @@ class TraceCache:
         body = msgspec.msgpack.encode(stages)
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self._file.parent, delete=False) as draft:
-                draft.write(hashlib.sha256(body).digest() + body)
-            Path(draft.name).replace(self._file)  # whole or not at all, also with several processes
+            with tempfile.TemporaryDirectory(dir=self._file.parent) as folder:
+                draft = Path(folder) / "draft"
+                draft.write_bytes(hashlib.sha256(body).digest() + body)
+                draft.replace(self._file)  # whole or not at all, also with several processes
             _forget_oldest(self._file.parent)
         except OSError as error:
             logger.info("the trace is not kept: %s", error)
@@ -77,20 +82,20 @@ def _name(config: ServingConfig, num_stages: int) -> str:
         "split": config.pippy.split,
         "num_stages": num_stages,
         "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
-        "sources": sorted(_sources(str(settings.get("model_type", "")))),
+        "sources": sorted(_sources()),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def _sources(model_type: str) -> Iterator[tuple[str, int, int]]:
-    """Return path, size and time of change (ns) of the source files that a trace follows from."""
+def _sources() -> Iterator[tuple[str, int, int]]:
+    """Return path, size and time of change (ns) of the source files that a trace may follow from."""
     spec = importlib.util.find_spec("transformers")
     assert spec is not None
     assert spec.origin is not None
     transformers = Path(spec.origin).parent
-    folders = (Path(__file__).parent, transformers, transformers / "integrations")
-    for folder in (*folders, transformers / "models" / model_type.replace("-", "_")):
-        for entry in os.scandir(folder) if folder.is_dir() else ():
+    models = [Path(entry) for entry in os.scandir(transformers / "models") if entry.is_dir()]
+    for folder in (Path(__file__).parent, transformers, transformers / "integrations", *models):
+        for entry in os.scandir(folder):
             if entry.name.endswith(".py"):
                 stat = entry.stat()
                 yield entry.path, stat.st_size, stat.st_mtime_ns

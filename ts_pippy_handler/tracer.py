@@ -15,9 +15,10 @@ import sys
 
 import msgspec
 
-from ts_pippy_handler import errors
+from ts_pippy_handler import errors, process
 from ts_pippy_handler.config import ServingConfig, load_config
 from ts_pippy_handler.errors import LoadError
+from ts_pippy_handler.process import PARENT_PID
 from ts_pippy_handler.trace_cache import TraceCache
 
 
@@ -39,7 +40,7 @@ def trace_stages(config: ServingConfig, num_stages: int) -> list[bytes]:
         input=job.encode(),
         capture_output=True,
         # The child only handles shapes; it must not take part in the ranks' rendezvous or hold a GPU.
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", PARENT_PID: str(os.getpid())},
         check=False,
     )
     if done.returncode:
@@ -65,6 +66,8 @@ def _trace(config: ServingConfig, num_stages: int) -> list[bytes]:
 
 def main() -> None:
     """Answer the job on standard input."""
+    process.die_with_parent()
+    process.leave_interrupts_to_parent()
     job = json.load(sys.stdin)
     answer: dict[str, object]
     with contextlib.redirect_stdout(sys.stderr):  # what libraries print must not end up in the answer

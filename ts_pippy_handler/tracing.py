@@ -227,8 +227,9 @@ def read_config(model_path: str, *, trust_remote_code: bool = False) -> Any:
         raise CheckpointError(f"{model_path}: no config.json there, so it is not a Hugging Face checkpoint directory")
     try:
         return AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{model_path}/config.json: {_first_line(error)}") from error
+    except Exception as error:
+        reason = _first_line(error) if isinstance(error, (OSError, ValueError)) else repr(error)
+        raise CheckpointError(f"{model_path}/config.json: {reason}") from error
 
 
 def build_without_weights(config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -246,6 +247,9 @@ def build_without_weights(config: Any, dtype: torch.dtype) -> tuple[Any, dict[st
             model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=dtype).eval()
     except ValueError as error:
         raise UnsupportedModelError(f"{config.model_type}: {_first_line(error)}") from error
+    except Exception as error:
+        reason = f"{type(error).__name__}: {_first_line(error)}"
+        raise CheckpointError(f"transformers cannot build a {config.model_type} from config.json: {reason}") from error
     _fix_rotary_frequencies(model)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to("meta")
@@ -277,7 +281,8 @@ def _trained_positions(config: Any) -> list[int]:
     parameters = getattr(config, "rope_parameters", None) or {}
     per_layer_type = [parameters, *(each for each in parameters.values() if isinstance(each, dict))]
     found = [each for each in per_layer_type if each.get("rope_type") == "longrope"]
-    return [int(each["original_max_position_embeddings"]) for each in found]
+    lengths = [each.get("original_max_position_embeddings") for each in found]
+    return [length for length in lengths if isinstance(length, int)]
 
 
 def trace(config: Any, dtype: torch.dtype) -> TracedModel:

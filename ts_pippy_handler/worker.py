@@ -75,6 +75,7 @@ def _give_up(group: ranks.Group, error: BaseException) -> None:
 def main() -> None:
     """Run a rank started by :func:`ts_pippy_handler.ranks.spawn_peers`; the job comes on standard input."""
     process.die_with_parent()
+    process.leave_interrupts_to_parent()
     process.share_memory_arena()
     job = json.load(sys.stdin)
     logging.basicConfig(stream=sys.stdout, level=job["log_level"], format="%(message)s")

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.models import byte_tokenizer
 from tests.unit.fakes import FakeContext
-from ts_pippy_handler import BasePippyHandler, base_pippy_handler, process, ranks
+from ts_pippy_handler import BasePippyHandler, base_pippy_handler, loading, process, ranks
 from ts_pippy_handler.errors import LoadError
 
 
@@ -33,6 +33,7 @@ def answers_stay_here(monkeypatch: pytest.MonkeyPatch) -> None:
 def own_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Keep the handler from watching the parent of the test process, and undo what it does to logging."""
     monkeypatch.setattr(process, "die_with_parent", lambda: None)
+    monkeypatch.setattr(loading, "check_early", lambda config, num_stages: None)  # the checkpoints here are empty
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
     yield

@@ -11,7 +11,7 @@ import pytest
 
 from tests.models import Checkpoints, byte_tokenizer
 from tests.unit.fakes import FakeEngine, continuation
-from ts_pippy_handler import __version__, archive, cli, launch
+from ts_pippy_handler import __version__, archive, cli, launch, loading
 from ts_pippy_handler.errors import LoadError
 from ts_pippy_handler.request import SamplingParams
 
@@ -65,6 +65,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
         return fake
 
     monkeypatch.setattr(launch, "start_spawned", start)
+    monkeypatch.setattr(loading, "check_early", lambda config, num_stages: None)  # the checkpoints here are empty
     monkeypatch.setattr(sys.stderr, "fileno", lambda: 2, raising=False)
     return fake
 
@@ -241,8 +242,7 @@ def test_generate_without_a_tokenizer(
     assert (status, out) == (0, f"{tokens}\n")
     status, out, err = run(capsys, "generate", model_dir, "--stages", 1, "--prompt", "text")
     assert (status, out) == (1, "")
-    assert err == "ts-pippy: error: this model has no tokenizer; send token ids ('input_ids')\n"
-    assert engine.is_closed
+    assert err == f"ts-pippy: error: {model_dir} has no tokenizer, so --prompt cannot be read; use --input-ids\n"
 
 
 def test_unexpected_errors_are_one_line_too(
@@ -252,6 +252,7 @@ def test_unexpected_errors_are_one_line_too(
         raise KeyError("surprise")
 
     monkeypatch.setattr(launch, "start_spawned", breaks)
+    monkeypatch.setattr(loading, "check_early", lambda config, num_stages: None)
     monkeypatch.setattr(sys.stderr, "fileno", lambda: 2, raising=False)
     arguments = ["generate", str(text_model), "--stages", "1", "--prompt", "x"]
     status, out, err = run(capsys, *arguments)

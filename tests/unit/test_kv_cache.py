@@ -98,6 +98,36 @@ def test_room_that_is_left_for_others_is_taken_when_nothing_else_is_free() -> No
     assert allocator._promised == {}
 
 
+def test_contents_are_kept_while_there_is_room_that_is_only_promised() -> None:
+    allocator = BlockAllocator(128, 16)
+    for owner in range(20):
+        names = [bytes([owner, block]) for block in range(3)]
+        assert allocator.admit(owner, 48, names) == 0
+        allocator.register(owner, names)
+        allocator.free(owner)
+    assert allocator.num_kept == 60
+    assert allocator.admit(100, 1, num_expected=1024) == 0
+    for owner in range(101, 111):
+        assert allocator.admit(owner, 48) == 0
+    assert allocator.num_kept == 60
+    allocator.check_integrity()
+
+
+def test_the_room_behind_a_shared_block_is_the_first_ones() -> None:
+    allocator = BlockAllocator(100, 16)
+    names = [b"a", b"b"]
+    assert allocator.admit(1, 32, names, num_expected=160) == 0
+    allocator.register(1, names)
+    assert allocator.admit(2, 33, names, num_expected=160) == 2
+    assert allocator.allocate(1, 160)
+    assert allocator.slots(1) == [(0, 160)]
+    assert allocator.slots(2) == [(0, 32), (160, 16)]
+    allocator.free(2)
+    allocator.free(1)
+    allocator.check_integrity()
+    assert allocator._promised == {}
+
+
 def test_fragmented_memory_gives_several_runs_in_token_order() -> None:
     allocator = BlockAllocator(6, 2)
     for owner in range(6):

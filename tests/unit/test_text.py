@@ -37,7 +37,7 @@ def test_half_an_emoji_decodes_to_a_replacement(tokenizer: Tokenizer) -> None:
 
 
 def test_half_a_surrogate_pair_is_no_text(tokenizer: Tokenizer) -> None:
-    with pytest.raises(InvalidRequestError, match=r"^the prompt is no text: it holds half .* at offset 1$"):
+    with pytest.raises(InvalidRequestError, match=r"^the prompt is no text: what stands at offset 1 has"):
         tokenizer.encode("a\ud800")
 
 

@@ -67,14 +67,14 @@ def test_anything_else_is_not_found(model: Path, other: Callable[[Path], TraceCa
 def test_other_code_is_not_found(model: Path, monkeypatch: pytest.MonkeyPatch, changed: str) -> None:
     TraceCache(config(model), 2).store(STAGES)
     if changed == "_sources":
-        monkeypatch.setattr(trace_cache, "_sources", lambda model_type: iter([("a.py", 1, 2)]))
+        monkeypatch.setattr(trace_cache, "_sources", lambda: iter([("a.py", 1, 2)]))
     else:
         monkeypatch.setattr(trace_cache.importlib.metadata, "version", lambda name: "0")
     assert TraceCache(config(model), 2).load() is None
 
 
 def test_the_sources_are_ours_and_the_models() -> None:
-    names = {Path(path).name for path, _, _ in trace_cache._sources("llama")}
+    names = {Path(path).name for path, _, _ in trace_cache._sources()}
     assert {"tracing.py", "attention.py", "modeling_llama.py", "masking_utils.py"} <= names
 
 
