@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ class BasePippyHandler(BaseHandler):
         process.die_with_parent()
         process.end_quickly_at_exit()
         process.share_memory_arena()
-        _unlink_own_socket()
+        _unlink_sockets([ranks.place_from_environment().local_rank])
         migration.accept_meta_from_pretrained()
         logging.captureWarnings(True)
         warnings.simplefilter("default", DeprecationWarning)
@@ -94,6 +94,11 @@ class BasePippyHandler(BaseHandler):
         self.model_yaml_config = ctx.model_yaml_config
         config = config_of(ctx)
         self._is_async = bool(ctx.model_yaml_config.get("asyncCommunication"))
+        if self._is_async and ctx.model_yaml_config.get("continuousBatching"):
+            raise ConfigError(
+                "asyncCommunication and continuousBatching: TorchServe's worker dies of the second request with both; "
+                "leave continuousBatching out, requests are batched without it"
+            )
         place = ranks.place_from_environment()
         spawned = num_spawned_stages(ctx)
         self.local_rank = place.local_rank
@@ -101,6 +106,7 @@ class BasePippyHandler(BaseHandler):
         self.device = ranks.device_of(place)
         if spawned is None:
             if self._is_async:
+                _unlink_sockets(range(place.world_size))  # the frontend lets no other rank get here
                 raise ConfigError(
                     "asyncCommunication: TorchServe connects to one rank only in this mode, so it does not work with "
                     "torchrun; use continuousBatching, or parallelType: custom with parallelLevel"
@@ -192,8 +198,8 @@ def finish_async(answers: list[Any], context: Any, is_stream: Sequence[bool] = (
     return answers
 
 
-def _unlink_own_socket() -> None:
-    """Remove the name of the socket TorchServe has connected to by now.
+def _unlink_sockets(local_ranks: Iterable[int]) -> None:
+    """Remove the names of the sockets TorchServe has connected to by now, or never will.
 
     TorchServe removes only rank 0's when it ends, and what the other ranks leave makes its next start connect to a
     socket that nobody listens on.
@@ -201,8 +207,9 @@ def _unlink_own_socket() -> None:
     if "--sock-name" not in sys.argv:
         return
     base, _, number = sys.argv[sys.argv.index("--sock-name") + 1].rpartition(".")
-    with contextlib.suppress(OSError, ValueError):
-        Path(f"{base}.{int(number) + ranks.place_from_environment().local_rank}").unlink()
+    for local_rank in local_ranks:
+        with contextlib.suppress(OSError, ValueError):
+            Path(f"{base}.{int(number) + local_rank}").unlink()
 
 
 __all__ = ["BasePippyHandler", "LoadError"]

@@ -67,7 +67,7 @@ def load(group: Group, config: ServingConfig, *, show_progress: bool = False) ->
     assert stage is not None
     assert facts is not None
     num_slots = _agree_on_slots(group, config.pippy, stage, facts)
-    stage.allocate_cache(num_slots)
+    _allocate_cache(group, stage, num_slots)
     transport = Transport(stage.device, config.pippy.step_timeout) if group.store is not None else None
     keep_freed_memory()  # not before the weights are read, whose buffers come back in other sizes
     logger.info(
@@ -212,6 +212,19 @@ def _agree_on_slots(group: Group, pippy: PippyConfig, stage: Stage, facts: Model
             f"{pippy.block_size}; free memory or set pippy.kv_cache_tokens"
         )
     return int(num_blocks * pippy.block_size)
+
+
+def _allocate_cache(group: Group, stage: Stage, num_slots: int) -> None:
+    error: LoadError | None = None
+    try:
+        stage.allocate_cache(num_slots)
+    except RuntimeError as failed:  # torch's allocators raise this
+        size = num_slots * stage.kv_bytes_per_token / 1e9
+        error = LoadError(
+            f"a key/value cache of {num_slots} tokens needs {size:.1f} GB on {stage.device}, which cannot be had; "
+            f"lower pippy.kv_cache_tokens ({str(failed).strip().splitlines()[0][:120]})"
+        )
+    group.outcome("cache", error)
 
 
 def _is_cpu(stage: Stage) -> bool:

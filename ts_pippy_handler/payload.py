@@ -7,6 +7,7 @@ sentence. Knows the shapes TorchServe uses for request data; does not import Tor
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
@@ -199,7 +200,10 @@ def parse_request(data: Mapping[str, Any], content_type: str | None = None) -> P
         InvalidRequestError: Saying what was seen and what is allowed.
     """
     if not data:
-        raise InvalidRequestError("the body is empty; send a prompt as text, JSON or a form")
+        hint = ""
+        if "form-urlencoded" in (content_type or "").lower():  # what curl -d says it sends, whatever it sends
+            hint = ". If it was JSON, it needs 'Content-Type: application/json'"
+        raise InvalidRequestError(f"the body is empty; send a prompt as text, JSON or a form{hint}")
     for name in ("body", "data"):
         if set(data) == {name}:
             return _parse_body(data[name], content_type or "")
@@ -235,9 +239,9 @@ def read_json(data: Mapping[str, Any]) -> Any:
     Raises:
         InvalidRequestError: If there is none.
     """
-    body = next((data[name] for name in ("body", "data") if set(data) == {name}), None)
-    if body is None:
+    if len(data) != 1 or not set(data) <= {"body", "data"}:
         raise InvalidRequestError("the body must be a JSON object; send it with 'Content-Type: application/json'")
+    [body] = data.values()
     return _parse_json(bytes(body)) if isinstance(body, (bytes, bytearray)) else body
 
 
@@ -301,7 +305,7 @@ def _form_fields(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(name: str, text: str) -> Any:
-    if name not in _NUMBERS:
+    if name not in _NUMBERS or not re.fullmatch(r"[-+0-9.eEinfa]+", text):  # Python would also take 1_000
         return text
     try:
         return _NUMBERS[name](text)

@@ -91,7 +91,10 @@ def num_spawned_stages(ctx: Any) -> int | None:
     """
     if ranks.place_from_environment().world_size > 1:
         return None
-    level = (ctx.model_yaml_config or {}).get("parallelLevel", 1)
+    top = ctx.model_yaml_config or {}
+    if top.get("parallelType") == "custom" and "parallelLevel" not in top:
+        raise ConfigError("parallelLevel: is missing; with parallelType: custom it is the number of stages")
+    level = top.get("parallelLevel", 1)
     if isinstance(level, bool) or not isinstance(level, int) or level < 1:
         raise ConfigError(f"parallelLevel: must be the number of stages, at least 1, got {level!r}")
     return level

@@ -307,6 +307,9 @@ def _join_groups(group: Group, config: PippyConfig) -> None:
 
 def _bind(interface: str | None) -> None:
     """Make gloo and TensorPipe use one interface: loopback, or the configured one."""
+    present = [name for _, name in socket.if_nameindex()]
+    if interface is not None and interface not in present:
+        raise ConfigError(f"pippy.interface: there is no {interface!r} here, only {', '.join(present)}")
     name = interface or _loopback()
     for variable in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ[variable] = name

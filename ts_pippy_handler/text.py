@@ -6,6 +6,7 @@ Knows one request's text at a time; knows nothing of engines or HTTP.
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,9 @@ _TOKENIZER_FILES = (
 
 HALF_CHARACTER = "\ufffd"
 """What the bytes of an unfinished character decode to."""
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Tokenizer:
@@ -83,6 +87,8 @@ class Tokenizer:
             raise InvalidRequestError(
                 "messages: this model's tokenizer has no chat template (chat_template.jinja); send a 'prompt' instead"
             )
+        if surrogate := _SURROGATE.search(json.dumps([messages, tools], ensure_ascii=False, default=str)):
+            raise InvalidRequestError(f"messages: {surrogate[0]!r} in them is no text: it has no place in UTF-8")
         try:
             encoded = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,6 +90,25 @@ def test_asynchronous_communication_does_not_go_with_torchrun(model_dir: Path) -
     message = "^rank 1, stage 1: the model cannot be loaded: asyncCommunication: TorchServe connects to one rank only"
     with pytest.raises(RuntimeError, match=message):
         BasePippyHandler().initialize(context(model_dir, asyncCommunication=True))
+
+
+def test_asynchronous_communication_and_continuous_batching_exclude_each_other(model_dir: Path) -> None:
+    message = "the model cannot be loaded: asyncCommunication and continuousBatching: TorchServe's worker dies"
+    with pytest.raises(RuntimeError, match=message):
+        BasePippyHandler().initialize(context(model_dir, asyncCommunication=True, continuousBatching=True))
+
+
+def test_sockets_of_ranks_that_never_load_are_removed(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2")
+    sockets = [tmp_path / f".ts.sock.{number}" for number in (9000, 9001, 9002)]
+    for each in sockets:
+        each.touch()
+    monkeypatch.setattr(sys, "argv", ["worker", "--sock-name", str(sockets[0])])
+    with pytest.raises(RuntimeError, match="TorchServe connects to one rank only"):
+        BasePippyHandler().initialize(context(model_dir, asyncCommunication=True))
+    assert [each.exists() for each in sockets] == [False, False, True]
 
 
 def test_a_subclass_reports_its_own_errors_the_same_way(model_dir: Path) -> None:

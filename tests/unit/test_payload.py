@@ -60,6 +60,16 @@ def test_a_text_of_no_type_that_is_no_json_object_is_the_prompt(text: str) -> No
     assert parse_request({"data": text.encode()}).payload.prompts() == [Prompt(text=text)]
 
 
+def test_json_that_came_as_an_empty_form_gets_a_hint() -> None:
+    refused({}, "application/x-www-form-urlencoded", "If it was JSON, it needs 'Content-Type: application/json'")
+    refused({}, "text/plain", "the body is empty")
+
+
+@pytest.mark.parametrize("text", ["1_0", "٣", "0x10", ""])
+def test_numbers_in_forms_are_plain_decimals(text: str) -> None:
+    refused({"prompt": b"x", "max_new_tokens": text.encode()}, None, "max_new_tokens: must be a whole number")
+
+
 ALL = {
     "max_new_tokens": 5,
     "temperature": 0.5,

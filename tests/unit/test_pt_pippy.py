@@ -296,6 +296,12 @@ def test_arguments_that_contradict_the_environment(model_dir: Path) -> None:
         initialize_rpc_workers(0, 2, context(model_dir))
 
 
+def test_a_number_of_stages_that_was_forgotten(model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^parallelLevel: is missing; with parallelType: custom it is the number of"):
+        num_spawned_stages(context(model_dir, parallelType="custom"))
+    assert num_spawned_stages(context(model_dir, parallelType="custom", parallelLevel=1)) == 1
+
+
 def test_who_starts_the_stages(model_dir: Path) -> None:
     assert num_spawned_stages(context(model_dir)) == 1
     assert num_spawned_stages(context(model_dir, parallelLevel=3)) == 3

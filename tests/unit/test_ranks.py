@@ -183,11 +183,14 @@ def test_a_rendezvous_that_nobody_named() -> None:
         open_store(place(0, 2), 1.0)
 
 
-def test_ranks_bind_to_loopback_unless_told_otherwise(caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_bind_to_loopback_unless_told_otherwise(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     ranks._bind(None)
     assert {os.environ[name] for name in names} <= {"lo", "lo0"}
     assert not caplog.messages
+    monkeypatch.setattr(ranks.socket, "if_nameindex", lambda: [(1, "lo"), (7, "eth7")])
     ranks._bind("eth7")
     assert {os.environ[name] for name in names} == {"eth7"}
     assert caplog.messages == ["ranks listen on interface eth7: whoever reaches its ports can run code in them"]
