@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -206,6 +207,34 @@ class Engine:
         """
         answers = self.loaded.group.ask(meter.read, reset)
         return [RankStats(rank=rank, **answer) for rank, answer in enumerate(answers)]
+
+    def health(self) -> dict[str, Any]:
+        """Return whether requests are served, with every rank and what is used of the limits; from any thread.
+
+        A rank that does not answer within two seconds counts as lost.
+        """
+        ranks = [
+            {
+                "rank": rank,
+                "stage": rank,
+                **(found or {"pid": None, "device": None}),
+                "state": "ready" if found else "lost",
+            }
+            for rank, found in enumerate(self.loaded.group.roll_call())
+        ]
+        serves = self.is_running and self.failure is None and not self._closing
+        allocator = self.scheduler.allocator
+        return {
+            "ready": serves and all(rank["state"] == "ready" for rank in ranks),
+            "stages": len(ranks),
+            "ranks": ranks,
+            "requests": {"running": self.scheduler.num_running, "waiting": self.scheduler.num_waiting},
+            "kv_blocks": {
+                "used": allocator.num_used,
+                "free": allocator.num_free,
+                "total": allocator.num_blocks,
+            },
+        }
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Abort what runs, stop the other ranks and leave the group."""

@@ -39,6 +39,7 @@ _IDLE = timedelta(days=3650)
 """A stage may wait this long for the next batch; ``transport`` bounds every other wait itself."""
 _LEAVE_TIMEOUT_S = 5
 _ASK_TIMEOUT_S = 10.0
+_ROLL_CALL_TIMEOUT_S = 2.0
 _STORE_POLL_S = 0.02
 _OUTCOME_TIMEOUT_S = 3600.0
 _GENERATION = "TS_PIPPY_GENERATION"
@@ -92,6 +93,11 @@ def set_threads(place: Place, threads_per_rank: int | None) -> int:
     threads = threads_per_rank or max(1, cores // place.local_world_size)
     torch.set_num_threads(threads)
     return threads
+
+
+def describe() -> dict[str, Any]:
+    """Return what this process is: its id, and the device of its stage."""
+    return {"pid": os.getpid(), "device": str(device_of(place_from_environment()))}
 
 
 @dataclass
@@ -200,6 +206,24 @@ class Group:
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0][:200]
             raise PipelineError(f"a rank did not answer {function.__name__!r}: {reason}") from error
+
+    def roll_call(self, timeout_s: float = _ROLL_CALL_TIMEOUT_S) -> list[dict[str, Any] | None]:
+        """Return process id and device of every rank, in order; None for one that is gone or does not answer."""
+        from torch.distributed import rpc
+
+        own = self.place.rank
+        asked: dict[int, Any] = {}
+        for rank in range(self.place.world_size):
+            if rank != own:
+                with contextlib.suppress(RuntimeError):
+                    asked[rank] = rpc.rpc_async(replace(self.place, rank=rank).name, describe, timeout=timeout_s)
+        found: list[dict[str, Any] | None] = []
+        for rank in range(self.place.world_size):
+            answer: dict[str, Any] | None = None
+            with contextlib.suppress(RuntimeError):
+                answer = describe() if rank == own else asked[rank].wait() if rank in asked else None
+            found.append(answer)
+        return found
 
     def leave(self, *, is_broken: bool = False) -> None:
         """Leave the groups and end the peers this rank started; nothing of them remains.

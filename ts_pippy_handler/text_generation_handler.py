@@ -35,7 +35,7 @@ _SILENCE_S = 5.0
 """While a client waits, the frontend calls without pause under continuous batching; after such a silence none does."""
 _REMEMBERED = 1024
 """Answered requests whose names are kept; a frontend batch is far smaller."""
-_PATHS = ("v1/completions", "v1/chat/completions", "v1/models", "v1/cancel")
+_PATHS = ("v1/completions", "v1/chat/completions", "v1/models", "v1/cancel", "v1/health")
 
 
 class _Answered:
@@ -119,6 +119,9 @@ class TextGenerationHandler(BasePippyHandler):
         try:
             if path.startswith("v1/models"):
                 return _Answered(Output(body=self._models(path)))
+            if path == "v1/health":
+                health = self.generator.engine.health()
+                return _Answered(Output(body=health, status=200 if health["ready"] else 503))
             if path == "v1/cancel":
                 return _Answered(Output(body=self._cancel(openai.cancelled_id(item))))
             call = self._call(path, item, context, index)

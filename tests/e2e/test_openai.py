@@ -101,6 +101,19 @@ def test_models_and_errors(client: openai.OpenAI, llama: tuple[str, Path]) -> No
         client.embeddings.create(model=name, input="a")
 
 
+def test_health_names_every_rank(server: TorchServe, llama: tuple[str, Path]) -> None:
+    name, _ = llama
+    answer = server.request("inference", "POST", f"/predictions/{name}/1.0/v1/health", b"{}")
+    health = answer.json()
+    assert (answer.status, health["ready"], health["stages"]) == (200, True, 2)
+    pids = [rank["pid"] for rank in health["ranks"]]
+    assert set(pids) <= set(server.worker_pids(name))
+    assert len(set(pids)) == 2
+    assert {rank["state"] for rank in health["ranks"]} == {"ready"}
+    assert health["requests"] == {"running": 0, "waiting": 0}
+    assert health["kv_blocks"]["used"] == 0
+
+
 def test_stop_strings_never_show_in_a_stream(client: openai.OpenAI, llama: tuple[str, Path]) -> None:
     name, model = llama
     [whole] = texts_of(model, [byte_tokens("Hello")])

@@ -45,9 +45,11 @@ class Harness:
     def __init__(self, *, num_blocks: int = 32, num_in_flight: int = 2, revive: Any = None, **limits: int) -> None:
         self.stage = FakeStage()
         self.left: list[bool] = []
+        self.present: list[Any] = [{"pid": 7, "device": "cpu"}, {"pid": 8, "device": "cpu"}]
         group = SimpleNamespace(
             leave=lambda is_broken: self.left.append(is_broken),
             ask=lambda function, *arguments: [function(*arguments)],
+            roll_call=lambda: self.present,
         )
         self.loaded: Any = SimpleNamespace(
             stage=self.stage, transport=None, max_len=64, vocab_size=VOCAB, group=group, num_slots=num_blocks * 4
@@ -406,6 +408,39 @@ def test_a_reported_loss_wakes_an_idle_engine(start: Any) -> None:
     harness.engine.report_lost(PipelineError("a rank ended with status 1"))
     assert revived.wait(DEADLINE_S)
     assert drain(harness.submit([4])[1])[0] == expected([4])
+
+
+def test_health_counts_what_runs_and_waits(start: Any) -> None:
+    harness = start()
+    gate = threading.Event()
+    harness.stage.before = lambda batch: gate.wait(DEADLINE_S)
+    queues = [harness.submit([5] * 8, 2)[1] for _ in range(6)]
+    assert wait_until(lambda: harness.engine.health()["requests"] == {"running": 4, "waiting": 2}, DEADLINE_S)
+    health = harness.engine.health()
+    assert health["ready"] is True
+    assert (health["stages"], health["ranks"][1]) == (
+        2,
+        {"rank": 1, "stage": 1, "pid": 8, "device": "cpu", "state": "ready"},
+    )
+    blocks = health["kv_blocks"]
+    assert (blocks["total"], blocks["used"] + blocks["free"]) == (32, 32)
+    assert blocks["used"] >= 8
+    gate.set()
+    for events in queues:
+        drain(events)
+
+
+def test_health_is_not_ready_without_every_rank_or_when_broken(start: Any) -> None:
+    harness = start()
+    harness.present[1] = None
+    health = harness.engine.health()
+    assert health["ready"] is False
+    assert health["ranks"][1] == {"rank": 1, "stage": 1, "pid": None, "device": None, "state": "lost"}
+    harness.present[1] = {"pid": 8, "device": "cpu"}
+    assert harness.engine.health()["ready"]
+    fail_once(harness, at=0)
+    drain(harness.submit([4])[1])
+    assert wait_until(lambda: not harness.engine.health()["ready"], DEADLINE_S)
 
 
 def test_closing_answers_what_is_left(start: Any) -> None:

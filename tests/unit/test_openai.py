@@ -117,6 +117,13 @@ def test_the_models(model_dir: Path) -> None:
     assert ask(model_dir, "v1/models/other", None)[0] == 404
 
 
+@pytest.mark.parametrize(("ready", "status"), [(True, 200), (False, 503)])
+def test_health(model_dir: Path, ready: bool, status: int) -> None:
+    engine = Answering()
+    engine.health = lambda: {"ready": ready}  # type: ignore[attr-defined]
+    assert ask(model_dir, "v1/health", None, engine)[:2] == (status, {"ready": ready})
+
+
 def test_another_model_or_path_is_not_found(model_dir: Path) -> None:
     status, answer, _ = ask(model_dir, "v1/completions", COMPLETION | {"model": "gpt-4"})
     assert status == 404
