@@ -61,7 +61,7 @@ def test_smollm2_tokens_equal_transformers(smollm2: Path, smollm2_expected: Any,
 
 
 def test_the_real_model_continues_as_in_transformers(smollm2: Path) -> None:
-    _, prompts = word_texts(smollm2, num=4, max_len=40, seed=9)
+    _, prompts = word_texts(smollm2, num=8, max_len=60, seed=9)
     answers = generate(smollm2, 2, prompts, "--max-new-tokens", 12, "--ignore-eos")
     check(answers, prompts, hf_generate(smollm2, prompts, 12, ignore_eos=True))
 
