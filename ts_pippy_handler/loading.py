@@ -103,6 +103,7 @@ def rejoin(loaded: LoadedRank, group: Group, config: ServingConfig) -> LoadedRan
     group.hand_out("stage", loaded.stages)
     group.outcome("loaded", None)
     group.wait_for_all("slots", loaded.num_slots)
+    group.outcome("cache", None)
     return LoadedRank(
         group=group,
         stage=loaded.stage,
