@@ -253,6 +253,8 @@ class BlockAllocator:
         if owned.promised_at is not None:
             del self._promised[owned.promised_at]
             owned.promised_at = None
+        if not owned.blocks:
+            return
         behind, wanted = owned.blocks[-1] + 1, owned.num_expected - len(owned.blocks)
         if wanted > 0 and behind not in self._promised:
             self._promised[behind] = wanted

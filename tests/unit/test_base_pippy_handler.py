@@ -34,6 +34,8 @@ def answers_stay_here(monkeypatch: pytest.MonkeyPatch) -> None:
 def own_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Keep the handler from watching the parent of the test process, and undo what it does to logging."""
     monkeypatch.setattr(process, "die_with_parent", lambda: None)
+    # It would end the test process too, with its own status: failures of the whole run were reported as success.
+    monkeypatch.setattr(process, "end_quickly_at_exit", lambda: None)
     monkeypatch.setattr(loading, "check_early", lambda config, num_stages: None)  # the checkpoints here are empty
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
