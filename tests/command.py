@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,11 +47,20 @@ def ts_pippy(*arguments: object, timeout_s: float = 300.0, environment: Mapping[
         timeout_s: How long it may take.
         environment: Further environment variables.
     """
+    return _run([BIN / "ts-pippy", *map(str, arguments)], timeout_s, environment or {})
+
+
+def run_probe(code: str, *arguments: object, timeout_s: float) -> Done:
+    """Run Python code with arguments; it must leave nothing behind, as :func:`ts_pippy`."""
+    return _run([sys.executable, "-W", "ignore", "-c", code, *map(str, arguments)], timeout_s, {})
+
+
+def _run(command: Sequence[str | Path], timeout_s: float, environment: Mapping[str, str]) -> Done:
     footprint = Footprint()
     try:
         done = subprocess.run(
-            [BIN / "ts-pippy", *map(str, arguments)],
-            env=footprint.environment() | dict(environment or {}),
+            command,
+            env=footprint.environment() | dict(environment),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

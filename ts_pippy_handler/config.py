@@ -266,8 +266,8 @@ def renamed(mapping: Mapping[str, Any]) -> dict[str, Any]:
     return {**mapping, "handler": handler}
 
 
-def written_layers(model_path: str) -> int | None:
-    """Return the number of layers that a checkpoint's config.json says, under one of its usual names; None without one.
+def written_config(model_path: str) -> dict[str, Any]:
+    """Return a checkpoint's config.json as it stands.
 
     Raises:
         CheckpointError: If the file is missing or no JSON object.
@@ -279,5 +279,15 @@ def written_layers(model_path: str) -> int | None:
         raise CheckpointError(f"{file}: {error}") from error
     if not isinstance(written, dict):
         raise CheckpointError(f"{file}: must be a JSON object, got {type(written).__name__}")
+    return written
+
+
+def written_layers(model_path: str) -> int | None:
+    """Return the number of layers that a checkpoint's config.json says, under one of its usual names; None without one.
+
+    Raises:
+        CheckpointError: If the file is missing or no JSON object.
+    """
+    written = written_config(model_path)
     found = next((written[key] for key in ("num_hidden_layers", "n_layer", "n_layers") if key in written), None)
     return found if isinstance(found, int) else None

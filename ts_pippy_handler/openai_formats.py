@@ -217,7 +217,7 @@ class ChatFormat(OpenAIFormat):
         text, own = str(token_id), None
         if self._tokenizer is not None:
             text = self._tokenizer.token_text(token_id)
-            own = list(text.encode()) if HALF_CHARACTER not in text else self._tokenizer.token_bytes(token_id)
+            own = text.encode() if HALF_CHARACTER not in text else self._tokenizer.token_bytes(token_id)
         return {"token": text, "logprob": logprob, "bytes": None if own is None else list(own)}
 
 

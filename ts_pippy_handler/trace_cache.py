@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 from platformdirs import user_cache_path
 
-from ts_pippy_handler.config import ServingConfig
+from ts_pippy_handler.config import ServingConfig, written_config
 
 logger = logging.getLogger(__name__)
 
@@ -75,9 +75,8 @@ class TraceCache:
 
 
 def _name(config: ServingConfig, num_stages: int) -> str:
-    settings = json.loads((Path(config.handler.model_path) / "config.json").read_text("utf-8"))
     parts = {
-        "config": settings,
+        "config": written_config(config.handler.model_path),
         "dtype": config.handler.torch_dtype_name,
         "split": config.pippy.split,
         "num_stages": num_stages,

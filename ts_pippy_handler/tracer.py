@@ -18,7 +18,6 @@ import msgspec
 from ts_pippy_handler import errors, process
 from ts_pippy_handler.config import ServingConfig, load_config
 from ts_pippy_handler.errors import LoadError
-from ts_pippy_handler.process import PARENT_PID
 from ts_pippy_handler.trace_cache import TraceCache
 
 
@@ -40,7 +39,7 @@ def trace_stages(config: ServingConfig, num_stages: int) -> list[bytes]:
         input=job.encode(),
         capture_output=True,
         # The child only handles shapes; it must not take part in the ranks' rendezvous or hold a GPU.
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", PARENT_PID: str(os.getpid())},
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", process.PARENT_PID: str(os.getpid())},
         check=False,
     )
     if done.returncode:

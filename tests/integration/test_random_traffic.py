@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import pytest
 
+from tests.command import run_probe
 from tests.models import Checkpoints
-from tests.processes import Footprint
 
 PROBE = """
 import json, queue, random, sys, threading, time
@@ -99,22 +95,7 @@ print(json.dumps({
 
 @pytest.mark.slow
 def test_a_thousand_random_requests(checkpoints: Checkpoints) -> None:
-    footprint = Footprint()
-    try:
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", PROBE, str(checkpoints("llama")), "1000", "150"],
-            env=footprint.environment(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
-        assert not footprint.leftovers(10.0)
-    finally:
-        footprint.erase()
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = run_probe(PROBE, checkpoints("llama"), 1000, 150, timeout_s=600).json()
     assert found["wrong_ends"] == found["wrong_logprobs"] == found["differ"] == []
     assert found["left"] == [0, 0, 0, 0]
     assert found["aborted"] > 0, "no cancel came in time"

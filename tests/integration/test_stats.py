@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
+from tests.command import run_probe
 from tests.models import Checkpoints
-from tests.processes import Footprint
 
 PROBE = """
 import json, queue, sys, threading, time
@@ -68,22 +64,7 @@ print(json.dumps(found))
 
 
 def test_stats_of_two_ranks(checkpoints: Checkpoints) -> None:
-    footprint = Footprint()
-    try:
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", PROBE, str(checkpoints("llama"))],
-            env=footprint.environment(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
-        assert not footprint.leftovers(10.0)
-    finally:
-        footprint.erase()
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = run_probe(PROBE, checkpoints("llama"), timeout_s=240).json()
     assert found["readings"] == [[0, 1]] * 8
     assert (found["end"], found["end again"]) == ("length", "length")
     assert found["counts"] == [[0, 300, 302], [1, 300, 302]]
