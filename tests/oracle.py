@@ -40,9 +40,7 @@ def hf_generate(
 
     End-of-sequence tokens are those of the checkpoint's generation config.
     """
-    model = _model(str(model_dir), dtype)
-    with _threads_for(model):
-        return [_generate(model, prompt, max_new_tokens, ignore_eos) for prompt in prompts]
+    return [_reference(str(model_dir), tuple(prompt), max_new_tokens, dtype, ignore_eos) for prompt in prompts]
 
 
 def token_lists(references: Sequence[Reference]) -> list[list[int]]:
@@ -66,6 +64,15 @@ def random_prompts(num: int, min_len: int, max_len: int, vocab: int, seed: int) 
 @lru_cache(maxsize=2)
 def _model(model_dir: str, dtype: torch.dtype) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()
+
+
+@lru_cache(maxsize=4096)
+def _reference(
+    model_dir: str, prompt: tuple[int, ...], max_new_tokens: int, dtype: torch.dtype, ignore_eos: bool
+) -> Reference:
+    model = _model(model_dir, dtype)
+    with _threads_for(model):
+        return _generate(model, prompt, max_new_tokens, ignore_eos)
 
 
 @contextmanager

@@ -25,11 +25,15 @@ from ts_pippy_handler.request import Segment
 ATTENTION_NAME = "ts_pippy"
 """Name under which the operator is registered with transformers."""
 
+NUM_TENSORS = 5
+"""Leading arguments of the operator that are tensors, or None; the others are the same for every batch."""
+
 # Arguments of transformers' attention functions that do not change what our operator computes: the attention mask
 # and the cache are ours, and positions are already in the queries and keys.
 _IGNORED_ARGUMENTS = frozenset(
     "dropout position_ids position_embeddings cache_position use_cache output_attentions is_causal cache "
-    "past_key_values output_hidden_states return_dict logits_to_keep layer_type num_items_in_batch".split()
+    "past_key_values output_hidden_states output_router_logits return_dict logits_to_keep layer_type "
+    "num_items_in_batch".split()
 )
 
 
@@ -39,10 +43,12 @@ def attention_op(
     key_1GTD: torch.Tensor,
     value_1GTD: torch.Tensor,
     sinks_H: torch.Tensor | None,
+    slopes_H: torch.Tensor | None,
     layer: int,
     scale: float,
     window: int,
     softcap: float,
+    bias_scale: float,
 ) -> torch.Tensor:
     """Stand for one attention call in a traced graph; stages replace it before anything runs."""
     raise NotImplementedError("ts_pippy::attention is replaced by CachedAttention before a stage runs")
@@ -54,10 +60,12 @@ def _attention_shape(
     key_1GTD: torch.Tensor,
     value_1GTD: torch.Tensor,
     sinks_H: torch.Tensor | None,
+    slopes_H: torch.Tensor | None,
     layer: int,
     scale: float,
     window: int,
     softcap: float,
+    bias_scale: float,
 ) -> torch.Tensor:
     _, heads, rows, _ = query_1HTD.shape
     return query_1HTD.new_empty(1, rows, heads, value_1GTD.shape[3])
@@ -89,8 +97,8 @@ def _route(
     if not isinstance(layer, int):
         raise UnsupportedModelError(f"{type(module).__name__} does not know its layer index")
     scale = float(scaling) if scaling is not None else float(query.shape[-1]) ** -0.5
-    output = attention_op(query, key, value, s_aux, layer, scale, int(sliding_window or 0), float(softcap or 0.0))
-    return output, None
+    window = int(sliding_window or 0)
+    return attention_op(query, key, value, s_aux, None, layer, scale, window, float(softcap or 0.0), 1.0), None
 
 
 def register_attention() -> None:
@@ -100,7 +108,12 @@ def register_attention() -> None:
     from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(ATTENTION_NAME, _route)
-    AttentionMaskInterface.register(ATTENTION_NAME, lambda *args, **kwargs: None)
+    AttentionMaskInterface.register(ATTENTION_NAME, _mask)
+
+
+def _mask(*args: object, config: Any = None, **kwargs: object) -> torch.Tensor | None:
+    """Transformers' mask interface: no mask, but for MPT, which asks for one that nothing reads."""
+    return torch.ones((), dtype=torch.bool) if getattr(config, "model_type", None) == "mpt" else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +130,8 @@ class AttentionSpec:
     """Tokens a row attends to, itself included; 0 for all."""
     softcap: float
     """Bound of ``softcap * tanh(score / softcap)``; 0 for none."""
+    bias_scale: float = 1.0
+    """Factor of the linear bias ``slope * position`` (ALiBi), where a layer has slopes."""
 
     @property
     def values_per_token(self) -> int:
@@ -255,6 +270,7 @@ class CachedAttention(torch.nn.Module):
         key_1GTD: torch.Tensor,
         value_1GTD: torch.Tensor,
         sinks_H: torch.Tensor | None = None,
+        slopes_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store the new keys and values, attend to each request's own context.
 
@@ -265,7 +281,7 @@ class CachedAttention(torch.nn.Module):
         self.value_cache_GSD.index_copy_(1, self.plan.slots_T, value_1GTD[0])
         queries_1HtD = query_1HTD.split([segment.num_tokens for segment in self.plan.segments], 2)
         pieces_tHD = [
-            self._attend(segment, query_1HtD, sinks_H)
+            self._attend(segment, query_1HtD, sinks_H, slopes_H)
             for segment, query_1HtD in zip(self.plan.segments, queries_1HtD, strict=True)
         ]
         return torch.cat(pieces_tHD)[None]
@@ -275,7 +291,13 @@ class CachedAttention(torch.nn.Module):
         """Query heads that share a key/value head."""
         return self.spec.num_heads // self.spec.num_kv_heads
 
-    def _attend(self, segment: SegmentPlan, query_1HtD: torch.Tensor, sinks_H: torch.Tensor | None) -> torch.Tensor:
+    def _attend(
+        self,
+        segment: SegmentPlan,
+        query_1HtD: torch.Tensor,
+        sinks_H: torch.Tensor | None,
+        slopes_H: torch.Tensor | None,
+    ) -> torch.Tensor:
         """Return what the rows of one request attend to, [t, H, D]."""
         assert self._cache is not None
         spec = self.spec
@@ -285,6 +307,12 @@ class CachedAttention(torch.nn.Module):
         if spec.softcap or sinks_H is not None:
             mask_tL = segment.mask(first, spec.window)
             return self._attend_eagerly(mask_tL, query_1HtD, key_1GLD, value_1GLD, sinks_H)[0].transpose(0, 1)
+        if slopes_H is not None:
+            bias_1HtL = self._bias(segment, first, slopes_H, query_1HtD.dtype)
+            attended_1HtD = F.scaled_dot_product_attention(
+                query_1HtD, key_1GLD, value_1GLD, attn_mask=bias_1HtL, scale=spec.scale, enable_gqa=self._group > 1
+            )
+            return attended_1HtD[0].transpose(0, 1)
         if segment.num_tokens == 1:
             # A single row attends to everything that was read: the query heads of a group become its rows.
             query_1GRD = query_1HtD.reshape(1, spec.num_kv_heads, self._group, spec.key_dim)
@@ -301,6 +329,16 @@ class CachedAttention(torch.nn.Module):
             enable_gqa=spec.num_kv_heads != spec.num_heads,
         )
         return attended_1HtD[0].transpose(0, 1)
+
+    def _bias(self, segment: SegmentPlan, first: int, slopes_H: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return what is added to the scores: slope times position (ALiBi), and -inf where a row may not attend.
+
+        The product is rounded to the dtype of the slopes, as the models' own code does. Position counts from the
+        beginning of the text: what all scores of a row have in common does not change their softmax.
+        """
+        position_L = torch.arange(first, segment.context_len, device=slopes_H.device)
+        bias_H1L = (slopes_H[:, None, None] * position_L).to(dtype) * self.spec.bias_scale
+        return bias_H1L.masked_fill(~segment.mask(first, self.spec.window), -torch.inf)[None]
 
     def _attend_eagerly(
         self,

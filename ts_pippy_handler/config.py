@@ -101,6 +101,9 @@ class PippyConfig(BaseModel):
     pack_weights: bool = True
     """Whether linear layers on a CPU keep their weights in oneDNN's layout: about twice as fast, equal up to
     rounding. False computes with the kernels of plain torch."""
+    compile: bool = False
+    """Whether stages are compiled by torch.compile while loading: minutes the first time, seconds when the compiled
+    code is found on disk. Needs a C++ compiler on a CPU. See docs/performance.md for what it gains."""
     trace_cache: bool = True
     """Whether the traced model is kept in the user's cache directory, so that its next start skips tracing. The weights
     are not part of it."""

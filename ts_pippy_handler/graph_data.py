@@ -16,7 +16,9 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import fx
 
+from ts_pippy_handler import experts  # noqa: F401 - graphs name its operator
 from ts_pippy_handler.attention import AttentionSpec
+from ts_pippy_handler.conversion import Conversion, Conversions
 from ts_pippy_handler.errors import UnsupportedModelError
 from ts_pippy_handler.splitting import StageGraph, WireValue, attention_specs
 from ts_pippy_handler.tracing import TracedModel
@@ -37,19 +39,25 @@ class ModelFacts:
     """All names of each parameter the stage uses; a checkpoint may hold any one of them."""
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     persistent_buffers: frozenset[str] = frozenset()
+    conversions: Conversions = field(default_factory=Conversions)
+    """Those of the parameters the stage uses."""
 
     @classmethod
     def of(cls, traced: TracedModel, graph: StageGraph) -> ModelFacts:
         """Collect what ``graph`` needs of the traced model."""
         used = set(graph.tensors.values())
+        all_aliases = traced.aliases
+        names = {alias for name in used for alias in all_aliases.get(name, ())}
+        converted = {name: each for name, each in traced.conversions.converted.items() if name in names}
         return cls(
             dtype=traced.dtype,
             base_model_prefix=traced.base_model_prefix,
             vocab_size=traced.vocab_size,
             max_positions=traced.max_positions,
-            aliases={name: names for name, names in traced.aliases.items() if name in used},
+            aliases={name: aliases for name, aliases in all_aliases.items() if name in used},
             buffers={name: value for name, value in traced.buffers.items() if name in used},
             persistent_buffers=frozenset(traced.persistent_buffers & used),
+            conversions=Conversions(converted=converted),
         )
 
 
@@ -81,6 +89,7 @@ def encode_stage(graph: StageGraph, facts: ModelFacts) -> bytes:
             "max_positions": facts.max_positions,
             "aliases": facts.aliases,
             "persistent_buffers": sorted(facts.persistent_buffers),
+            "conversions": _encode_conversions(facts.conversions),
         },
         # Cloned: buffers may share memory, which safetensors refuses.
         "values": save_tensors({name: value.detach().clone().contiguous() for name, value in tensors.items()}),
@@ -125,7 +134,23 @@ def decode_stage(data: bytes) -> tuple[StageGraph, ModelFacts]:
         aliases=facts["aliases"],
         buffers={name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)},
         persistent_buffers=frozenset(facts["persistent_buffers"]),
+        conversions=_decode_conversions(facts["conversions"]),
     )
+
+
+def _encode_conversions(conversions: Conversions) -> list[Any]:
+    distinct = {id(each): each for each in conversions.converted.values()}
+    return [
+        [each.sources, each.targets, [_encode_node(node) for node in each.graph.nodes]] for each in distinct.values()
+    ]
+
+
+def _decode_conversions(records: list[Any]) -> Conversions:
+    found = Conversions()
+    for sources, targets, nodes in records:
+        each = Conversion(sources=tuple(sources), targets=tuple(targets), graph=_decode_nodes(nodes))
+        found.converted.update(dict.fromkeys(targets, each))
+    return found
 
 
 def _encode_node(node: fx.Node) -> list[Any]:

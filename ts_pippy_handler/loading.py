@@ -68,6 +68,8 @@ def load(group: Group, config: ServingConfig, *, show_progress: bool = False) ->
     assert facts is not None
     num_slots = _agree_on_slots(group, config.pippy, stage, facts)
     _allocate_cache(group, stage, num_slots)
+    if config.pippy.compile:
+        _compile(group, stage)
     transport = Transport(stage.device, config.pippy.step_timeout) if group.store is not None else None
     keep_freed_memory()  # not before the weights are read, whose buffers come back in other sizes
     logger.info(
@@ -104,6 +106,8 @@ def rejoin(loaded: LoadedRank, group: Group, config: ServingConfig) -> LoadedRan
     group.outcome("loaded", None)
     group.wait_for_all("slots", loaded.num_slots)
     group.outcome("cache", None)
+    if config.pippy.compile:
+        group.outcome("compiled", None)
     return LoadedRank(
         group=group,
         stage=loaded.stage,
@@ -226,6 +230,15 @@ def _allocate_cache(group: Group, stage: Stage, num_slots: int) -> None:
             f"lower pippy.kv_cache_tokens ({str(failed).strip().splitlines()[0][:120]})"
         )
     group.outcome("cache", error)
+
+
+def _compile(group: Group, stage: Stage) -> None:
+    error: Exception | None = None
+    try:
+        stage.compile()
+    except Exception as caught:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+        error = caught
+    group.outcome("compiled", error)
 
 
 def _is_cpu(stage: Stage) -> bool:

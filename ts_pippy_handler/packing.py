@@ -103,6 +103,11 @@ def _is_linear_with_weight(node: fx.Node, weight: fx.Node) -> bool:
     return node.target is torch.ops.aten.linear.default and node.args[1] is weight and node.args[0] is not weight
 
 
+def is_packed_linear(node: fx.Node) -> bool:
+    """Whether a node of a stage's graph is a linear layer, or a part of one, that reads a packed weight."""
+    return node.op == "call_function" and str(node.target) == "mkldnn._linear_pointwise.default"
+
+
 def _replace(module: fx.GraphModule, linear: fx.Node, names: tuple[str, ...]) -> None:
     """Compute a linear layer part by part and join the outputs."""
     graph = module.graph

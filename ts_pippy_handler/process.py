@@ -15,6 +15,8 @@ import threading
 import time
 from typing import NoReturn
 
+from platformdirs import user_cache_path
+
 PARENT_PID = "TS_PIPPY_PARENT_PID"
 """Environment variable that tells a started rank who started it."""
 
@@ -55,6 +57,14 @@ def end_process(status: int) -> NoReturn:
 def end_quickly_at_exit() -> None:
     """Let a regular exit of this process skip the teardown too."""
     atexit.register(lambda: end_process(int(_has_failed.is_set())))
+
+
+def keep_compiled_code() -> None:
+    """Let torch's compiler keep its code in the user's cache directory, unless the environment says where."""
+    folder = user_cache_path("ts_pippy_handler") / "compiled"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    # One compiler in this process: a pool of them would outlive a rank that is killed.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 def mark_failed(*, failed: bool = True) -> None:

@@ -13,14 +13,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from ts_pippy_handler.attention import AttentionPlan, CachedAttention, allocate_caches
+from ts_pippy_handler.attention import NUM_TENSORS, AttentionPlan, CachedAttention, allocate_caches
 from ts_pippy_handler.errors import CheckpointError, UnsupportedModelError
 from ts_pippy_handler.graph_data import ModelFacts
 from ts_pippy_handler.packing import PackedWeight, pack, use_packed_linears
-from ts_pippy_handler.request import Batch
+from ts_pippy_handler.request import Batch, SampledRow, Segment
 from ts_pippy_handler.splitting import StageGraph
 from ts_pippy_handler.tracing import TracedModel, is_attention
 from ts_pippy_handler.weights import Checkpoint
+
+_MIN_COMPILED_ROWS = 2
+"""Rows of logits that a compiled stage computes at least: none or one would have to be compiled separately."""
 
 
 class Stage:
@@ -60,6 +63,8 @@ class Stage:
         packed = use_packed_linears(graph.module, traced.dtype, device) if pack_weights else {}
         _load_tensors(graph, traced, checkpoint, device, packed, progress)
         graph.module.recompile()
+        self._forward: Callable[..., Any] = graph.module
+        self._min_rows = 0
 
     @property
     def is_first(self) -> bool:
@@ -80,6 +85,40 @@ class Stage:
         """Reserve the key/value cache of every layer for ``num_slots`` tokens."""
         allocate_caches(self._attentions, num_slots, self.dtype, self.device)
 
+    def compile(self) -> None:
+        """Compile the stage, whose cache must be there and hold nothing yet.
+
+        Raises:
+            LoadError: If torch cannot compile it here.
+        """
+        from ts_pippy_handler.compiling import compile_module  # brings in the compiler
+
+        attentions = {f"attention_{index}": attention for index, attention in enumerate(self._attentions)}
+        eager, self._min_rows = self._forward, _MIN_COMPILED_ROWS
+
+        def warm_up(forward: Callable[..., Any]) -> None:
+            self._forward = forward
+            for num_tokens in (8, 1):
+                self.run(*self._example(num_tokens))
+
+        try:
+            self._forward = compile_module(self.graph.module, attentions, warm_up)
+        except BaseException:
+            self._forward = eager
+            raise
+
+    def _example(self, num_tokens: int) -> tuple[Batch, dict[str, torch.Tensor]]:
+        """Return a batch of one request with zeros for what is received."""
+        segment = Segment(num_tokens, 0, [(0, num_tokens)])
+        batch = Batch(0, [0] * num_tokens, [segment], [SampledRow(num_tokens - 1, 0, 0.0, 0, 1.0, 0)])
+        received = {
+            value.name: torch.zeros(
+                [num_tokens if dim is None else dim for dim in value.shape], dtype=value.dtype, device=self.device
+            )
+            for value in self.graph.receives
+        }
+        return batch, received
+
     @torch.inference_mode()
     def run(self, batch: Batch, received: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Run the stage once.
@@ -93,8 +132,10 @@ class Stage:
         """
         self._plan.prepare(batch.segments, self.device)
         inputs = {**received, **self._batch_inputs(batch)}
-        output = self.graph.module(*(inputs[name] for name in self.graph.inputs))
+        output = self._forward(*(inputs[name] for name in self.graph.inputs))
         outputs = output if isinstance(output, (tuple, list)) else (output,)
+        if self.is_last:
+            outputs = [outputs[0][: len(batch.sampled)]]
         return dict(zip(self.graph.outputs, outputs, strict=True))
 
     def _batch_inputs(self, batch: Batch) -> dict[str, torch.Tensor]:
@@ -102,6 +143,7 @@ class Stage:
         for segment in batch.segments:
             positions.extend(range(segment.num_cached, segment.context_len))
         rows = [sampled.row for sampled in batch.sampled]
+        rows += [0] * (self._min_rows - len(rows))
         values = {"input_ids": [batch.token_ids], "position_ids": [positions], "logit_rows": rows}
         return {
             name: torch.tensor(values[name], dtype=torch.long, device=self.device)
@@ -120,7 +162,7 @@ def _install_attention(graph: StageGraph, plan: AttentionPlan) -> list[CachedAtt
         name = f"attention_{len(attentions)}"
         module.add_module(name, attention)
         with module.graph.inserting_before(node):
-            call = module.graph.call_module(name, node.args[:4])
+            call = module.graph.call_module(name, node.args[:NUM_TENSORS])
         node.replace_all_uses_with(call)
         module.graph.erase_node(node)
         attentions.append(attention)
@@ -136,6 +178,54 @@ def _move_to_device(module: fx.GraphModule, device: torch.device) -> None:
     for node in module.graph.nodes:
         node.args = fx.node.map_aggregate(node.args, moved)
         node.kwargs = fx.node.map_aggregate(node.kwargs, moved)
+        if node.target is torch.ops.aten.histc.default and device.type == "cpu":
+            # Models count the rows of each expert so; for whole numbers torch has that on GPUs only.
+            with module.graph.inserting_before(node):
+                counted = module.graph.call_function(torch.ops.aten.to.dtype, (node.args[0], torch.float32))
+            node.replace_input_with(node.args[0], counted)
+
+
+class _Source:
+    """Where the value of one parameter comes from: a tensor of the checkpoint, or several that become it."""
+
+    def __init__(
+        self,
+        name: str,
+        traced: ModelFacts | TracedModel,
+        checkpoint: Checkpoint,
+        template: torch.Tensor,
+        stage: int,
+    ) -> None:
+        names = traced.aliases.get(name, [name])
+        self._checkpoint = checkpoint
+        self._converted: torch.Tensor | None = None
+        self._found = checkpoint.find(names, traced.base_model_prefix)
+        if self._found is not None:
+            checkpoint.check_shape(self._found, template.shape)
+            return
+        target = next((each for each in names if each in traced.conversions.converted), None)
+        if target is None:
+            raise CheckpointError(f"the checkpoint holds no tensor {name!r}, which stage {stage} needs")
+        conversion = traced.conversions.converted[target]
+        self._converted = conversion.run(lambda each: self._read(each, template.dtype))[target]
+        if self._converted.shape != template.shape:
+            raise CheckpointError(
+                f"{conversion.sources[0]!r} and its like make a {name!r} of shape {list(self._converted.shape)}, "
+                f"the model needs {list(template.shape)}"
+            )
+
+    def _read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        value = torch.empty(self._checkpoint.shape(name), dtype=dtype)
+        self._checkpoint.read_into(name, value)
+        return value
+
+    def read_into(self, target: torch.Tensor, rows: slice | None = None) -> None:
+        """Copy the value, or some of its rows."""
+        if self._converted is not None:
+            target.copy_(self._converted if rows is None else self._converted[rows])
+        else:
+            assert self._found is not None
+            self._checkpoint.read_into(self._found, target, rows)
 
 
 def _load_tensors(
@@ -152,22 +242,18 @@ def _load_tensors(
     # the packed ones: up to 45 % more resident memory was measured.
     scratch = torch.empty(max((weight.values_per_part for weight in packed.values()), default=0), dtype=traced.dtype)
     for key, template in list(graph.module.named_parameters()):
-        name = graph.tensors.get(key, key)
-        found = checkpoint.find(traced.aliases.get(name, [name]), prefix)
-        if found is None:
-            raise CheckpointError(f"the checkpoint holds no tensor {name!r}, which stage {graph.index} needs")
-        checkpoint.check_shape(found, template.shape)
+        source = _Source(graph.tensors.get(key, key), traced, checkpoint, template, graph.index)
         packing = packed.get(key)
         if packing is None or not packing.is_only_packed:
             value = torch.empty(template.shape, dtype=template.dtype, device=device)
-            checkpoint.read_into(found, value)
+            source.read_into(value)
             _set(graph.module, key, torch.nn.Parameter(value, requires_grad=False))
         else:
             _drop(graph.module, key)
         if packing is not None:
             for rows, attribute in packing.parts(template.shape[0]):
                 plain = scratch[: (rows.stop - rows.start) * template.shape[1]].view(-1, template.shape[1])
-                checkpoint.read_into(found, plain, rows)
+                source.read_into(plain, rows)
                 graph.module.register_buffer(attribute, pack(plain))
         progress(template.nbytes)
     for key, buffer in buffers:

@@ -1,9 +1,9 @@
 """Traced stages kept on disk, so that a model that was served before starts without being traced again.
 
-A file is named by everything its contents follow from: config.json, dtype, split and number of stages, the versions of
-the packages that trace, and the source files of this package and of transformers. Nothing is ever read back under
-another name, and a file that is damaged counts as absent. Files hold plain data, no pickles. Knows no torch and no
-ranks.
+A file is named by everything its contents follow from: config.json, the names of the checkpoint's tensors, dtype, split
+and number of stages, the versions of the packages that trace, and the source files of this package and of
+transformers. Nothing is ever read back under another name, and a file that is damaged counts as absent. Files hold
+plain data, no pickles. Knows no torch and no ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -37,12 +37,15 @@ class TraceCache:
         config: The checked configuration. With ``pippy.trace_cache`` off, or with remote code, which may be anything,
             nothing is kept.
         num_stages: Number of stages.
+        tensor_names: Names in the checkpoint; which tensors become a parameter follows from them.
     """
 
-    def __init__(self, config: ServingConfig, num_stages: int) -> None:
+    def __init__(self, config: ServingConfig, num_stages: int, tensor_names: Sequence[str] = ()) -> None:
         self._file: Path | None = None
         if config.pippy.trace_cache and not config.handler.trust_remote_code:
-            self._file = user_cache_path("ts_pippy_handler") / "traces" / f"{_name(config, num_stages)}.trace"
+            self._file = (
+                user_cache_path("ts_pippy_handler") / "traces" / f"{_name(config, num_stages, tensor_names)}.trace"
+            )
 
     def load(self) -> list[bytes] | None:
         """Return the stages, as :func:`ts_pippy_handler.graph_data.decode_stage` reads them; None if none are kept."""
@@ -74,12 +77,13 @@ class TraceCache:
             logger.info("the trace is not kept: %s", error)
 
 
-def _name(config: ServingConfig, num_stages: int) -> str:
+def _name(config: ServingConfig, num_stages: int, tensor_names: Sequence[str]) -> str:
     parts = {
         "config": written_config(config.handler.model_path),
         "dtype": config.handler.torch_dtype_name,
         "split": config.pippy.split,
         "num_stages": num_stages,
+        "tensors": sorted(tensor_names),
         "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
         "sources": sorted(_sources()),
     }

@@ -19,6 +19,7 @@ from ts_pippy_handler import errors, process
 from ts_pippy_handler.config import ServingConfig, load_config
 from ts_pippy_handler.errors import LoadError
 from ts_pippy_handler.trace_cache import TraceCache
+from ts_pippy_handler.weights import Checkpoint
 
 
 def trace_stages(config: ServingConfig, num_stages: int) -> list[bytes]:
@@ -30,7 +31,8 @@ def trace_stages(config: ServingConfig, num_stages: int) -> list[bytes]:
     Raises:
         LoadError: If the model cannot be traced or split; the subclass tells which.
     """
-    cache = TraceCache(config, num_stages)
+    checkpoint = Checkpoint(config.handler.model_path, config.handler.index_filename)
+    cache = TraceCache(config, num_stages, checkpoint.names)
     if (kept := cache.load()) is not None:
         return kept
     job = json.dumps({"config": config.model_dump(exclude_none=True), "num_stages": num_stages})
@@ -59,6 +61,7 @@ def _trace(config: ServingConfig, num_stages: int) -> list[bytes]:
     from ts_pippy_handler.graph_data import ModelFacts, encode_stage
 
     traced = loading.trace_checkpoint(config)
+    traced.ask_checkpoint(Checkpoint(config.handler.model_path, config.handler.index_filename))
     graphs = splitting.split(traced, loading.layers_per_stage(traced, config.pippy, num_stages))
     return [encode_stage(graph, ModelFacts.of(traced, graph)) for graph in graphs]
 

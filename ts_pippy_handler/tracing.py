@@ -19,9 +19,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from ts_pippy_handler import conversion, experts, own_attention
 from ts_pippy_handler.attention import ATTENTION_NAME, AttentionSpec, register_attention
 from ts_pippy_handler.config import DTYPES
+from ts_pippy_handler.conversion import Conversions
 from ts_pippy_handler.errors import CheckpointError, UnsupportedModelError
+from ts_pippy_handler.weights import Checkpoint
 
 INPUT_NAMES = ("input_ids", "position_ids", "logit_rows")
 """Inputs of the traced graph: tokens [1, T], their positions [1, T], and the rows [R] whose logits are wanted."""
@@ -29,6 +32,8 @@ INPUT_NAMES = ("input_ids", "position_ids", "logit_rows")
 SHAPE = "ts_pippy_shape"
 """Key of ``node.meta``: (shape with None for T, dtype), plain data that survives splitting."""
 _MAX_DIM = 1 << 24
+_COUNTS = "{} counts positions itself ({}) instead of taking them, so requests cannot share a batch"
+_COUNTING = (torch.ops.aten.arange.default, torch.ops.aten.arange.start, torch.ops.aten.arange.start_step)
 
 
 class _Packed(torch.nn.Module):
@@ -84,7 +89,11 @@ class TracedModel:
         self, graph: fx.GraphModule, model: torch.nn.Module, config: Any, buffers: dict[str, torch.Tensor]
     ) -> None:
         self.graph = graph
+        self.model = model
+        """The Hugging Face model, without weights."""
         self.config = config
+        self.conversions = Conversions()
+        """What the checkpoint stores otherwise; nothing, unless it was asked (:meth:`ask_checkpoint`)."""
         self.buffers = buffers
         """Values of buffers as the model's own code computes them, by model name."""
         self.dtype: torch.dtype = model.dtype  # type: ignore[assignment]
@@ -93,6 +102,7 @@ class TracedModel:
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
         self.layer_starts, self._layers_end = _find_layers(graph, model)
         self._check_layers()
+        _check_positions(graph, config.model_type)
 
     @property
     def num_layers(self) -> int:
@@ -130,12 +140,20 @@ class TracedModel:
         if wants_window and not hasattr(text_config, "layer_types") and not any(windows.values()):
             raise UnsupportedModelError(f"{kind}: the config sets a sliding window that attention is not told of")
 
-    @cached_property
+    def ask_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Find out which parameters a checkpoint stores under other names or in other shapes.
+
+        Raises:
+            CheckpointError: If one cannot be converted.
+        """
+        self.conversions = conversion.plan(self.model, checkpoint)
+
+    @property
     def aliases(self) -> dict[str, list[str]]:
         """All names of each parameter: tied weights have several, and a checkpoint may hold any one of them."""
         names: dict[int, list[str]] = {}
         for name, parameter in self.parameters.items():
-            names.setdefault(id(parameter), []).append(name)
+            names.setdefault(id(parameter), []).extend([name, *self.conversions.renamed.get(name, ())])
         return {name: names[id(parameter)] for name, parameter in self.parameters.items()}
 
     @property
@@ -242,6 +260,7 @@ def build_without_weights(config: Any, dtype: torch.dtype) -> tuple[Any, dict[st
     from transformers import AutoModelForCausalLM
 
     register_attention()
+    own_attention.let_be_built(config.model_type)
     try:
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=dtype).eval()
@@ -250,6 +269,7 @@ def build_without_weights(config: Any, dtype: torch.dtype) -> tuple[Any, dict[st
     except Exception as error:
         reason = f"{type(error).__name__}: {_first_line(error)}"
         raise CheckpointError(f"transformers cannot build a {config.model_type} from config.json: {reason}") from error
+    own_attention.lead_to_operator(model)
     _fix_rotary_frequencies(model)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to("meta")
@@ -308,7 +328,10 @@ def trace(config: Any, dtype: torch.dtype) -> TracedModel:
     except UnsupportedModelError:
         raise
     except Exception as error:
-        raise UnsupportedModelError(f"{config.model_type}: cannot be traced: {_first_line(error)}") from error
+        reason = _first_line(error)
+        if reason.startswith("Constraints violated"):
+            reason = "its code treats texts of different lengths differently, as state-space and chunked layers do"
+        raise UnsupportedModelError(f"{config.model_type}: cannot be traced: {reason}") from error
     graph = program.module(check_guards=False)
     _clean(graph)
     return TracedModel(graph, model, config, buffers)
@@ -319,6 +342,7 @@ def _clean(graph: fx.GraphModule) -> None:
     for node in reversed(list(graph.graph.nodes)):
         if node.op == "call_module" or (node.op == "call_function" and "_assert" in str(node.target)):
             graph.graph.erase_node(node)
+    experts.use_own_operator(graph)
     graph.graph.eliminate_dead_code()
     tokens = next(n for n in graph.graph.nodes if n.op == "placeholder" and n.name == "input_ids")
     symbol = tokens.meta["val"].shape[1]
@@ -338,6 +362,40 @@ def _following(graph: fx.GraphModule, placeholder: str) -> set[fx.Node]:
         ):
             found.add(node)
     return found
+
+
+def _check_positions(graph: fx.GraphModule, kind: str) -> None:
+    """Refuse a model that counts positions itself: in a packed row they would run through all requests.
+
+    Row numbers may serve to sort and gather rows; they must not be looked up in a table of the model, nor become
+    numbers to compute with.
+
+    Raises:
+        UnsupportedModelError: Naming the operation.
+    """
+    counted: set[fx.Node] = set()
+    for node in graph.graph.nodes:
+        if node.op != "call_function" or is_attention(node):
+            continue
+        depends_on_length = any(isinstance(each, fx.Node) for each in node.args[1:])
+        if node.target is torch.ops.aten.slice.Tensor and depends_on_length and _is_table(node.args[0]):
+            raise UnsupportedModelError(_COUNTS.format(kind, node.name))
+        if node.target in _COUNTING and (depends_on_length or isinstance(node.args[0], fx.Node)):
+            counted.add(node)
+            continue
+        used = [each for each in node.all_input_nodes if each in counted]
+        if not used:
+            continue
+        tables = [each for each in node.all_input_nodes if _is_table(each)]
+        _, dtype = node.meta.get(SHAPE, ((), None))
+        if tables or (dtype is not None and dtype.is_floating_point and used == node.all_input_nodes):
+            raise UnsupportedModelError(_COUNTS.format(kind, node.name))
+        if dtype is not None and not dtype.is_floating_point:
+            counted.add(node)
+
+
+def _is_table(value: object) -> bool:
+    return isinstance(value, fx.Node) and value.op == "get_attr"
 
 
 def _plain_dim(dim: Any, symbol: Any) -> int | str | None:
@@ -394,7 +452,7 @@ def _layer_index(node: fx.Node, container: str) -> int | None:
 
 def attention_spec(node: fx.Node) -> AttentionSpec:
     """Return what an attention call needs to run."""
-    query, key, value, _, layer, scale, window, softcap = node.args
+    query, key, value, _, _, layer, scale, window, softcap, bias_scale = node.args
 
     def dim(tensor: Any, index: int) -> int:
         size = tensor.meta[SHAPE][0][index]
@@ -411,6 +469,7 @@ def attention_spec(node: fx.Node) -> AttentionSpec:
         scale=float(scale),  # type: ignore[arg-type]
         window=int(window),  # type: ignore[arg-type]
         softcap=float(softcap),  # type: ignore[arg-type]
+        bias_scale=float(bias_scale),  # type: ignore[arg-type]
     )
 
 

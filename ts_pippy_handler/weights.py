@@ -52,6 +52,24 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
+    @property
+    def names(self) -> list[str]:
+        """Names of all tensors."""
+        return list(self._files)
+
+    def shape(self, name: str) -> list[int]:
+        """Return the shape of a tensor without reading it.
+
+        Raises:
+            CheckpointError: Naming file and tensor, if the file is damaged.
+        """
+        file = self._files[name]
+        with self._naming(file, name):
+            if file.suffix == ".safetensors":
+                with safe_open(file, framework="pt") as tensors:
+                    return list(tensors.get_slice(name).get_shape())
+            return list(_load_bin(file)[name].shape)
+
     def find(self, names: Iterable[str], prefix: str) -> str | None:
         """Return the first of ``names`` that the checkpoint has, as written or with ``prefix.`` added or removed."""
         dotted = f"{prefix}."
@@ -67,15 +85,11 @@ class Checkpoint:
         Raises:
             CheckpointError: Naming file and tensor, if it has another, or the file is damaged.
         """
-        file = self._files[name]
-        with self._naming(file, name):
-            if file.suffix == ".safetensors":
-                with safe_open(file, framework="pt") as tensors:
-                    seen = list(tensors.get_slice(name).get_shape())
-            else:
-                seen = list(_load_bin(file)[name].shape)
+        seen = self.shape(name)
         if seen != list(shape):
-            raise CheckpointError(f"{file.name}: tensor {name!r} has shape {seen}, the model needs {list(shape)}")
+            raise CheckpointError(
+                f"{self._files[name].name}: tensor {name!r} has shape {seen}, the model needs {list(shape)}"
+            )
 
     def read_into(self, name: str, target: torch.Tensor, rows: slice | None = None) -> None:
         """Copy a tensor, or some of its rows, into ``target``, converting to its dtype and device.

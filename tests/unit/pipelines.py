@@ -46,8 +46,9 @@ class Pipeline:
         self, directory: Path, layers_per_stage: Sequence[int], *, num_slots: int = 128, pack_weights: bool = True
     ) -> None:
         model = traced(directory)
-        graphs = splitting.split(model, layers_per_stage)
         checkpoint = Checkpoint(str(directory))
+        model.ask_checkpoint(checkpoint)
+        graphs = splitting.split(model, layers_per_stage)
         self.stages = [Stage(graph, model, checkpoint, CPU, pack_weights=pack_weights) for graph in graphs]
         for stage in self.stages:
             stage.allocate_cache(num_slots)

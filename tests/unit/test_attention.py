@@ -49,7 +49,9 @@ class Sequence:
         )
 
 
-def reference(s: AttentionSpec, sequence: Sequence, sinks_H: torch.Tensor | None) -> torch.Tensor:
+def reference(
+    s: AttentionSpec, sequence: Sequence, sinks_H: torch.Tensor | None = None, slopes_H: torch.Tensor | None = None
+) -> torch.Tensor:
     """Attention of all rows at once [T, H, D], in float64 and row by row."""
     group = s.num_heads // s.num_kv_heads
     length = sequence.query.shape[1]
@@ -61,6 +63,9 @@ def reference(s: AttentionSpec, sequence: Sequence, sinks_H: torch.Tensor | None
             scores = key[first : row + 1] @ sequence.query[head, row].double() * s.scale
             if s.softcap:
                 scores = s.softcap * torch.tanh(scores / s.softcap)
+            if slopes_H is not None:
+                distance = torch.arange(first - row, 1, dtype=torch.float64)
+                scores = scores + slopes_H[head].double() * distance * s.bias_scale
             if sinks_H is not None:
                 scores = torch.cat([scores, sinks_H[head : head + 1].double()])
             weights = torch.softmax(scores, 0)
@@ -79,6 +84,9 @@ KINDS = {
     "softcap and window": {"softcap": 1.5, "window": 5},
     "sinks": {},
     "sinks and window": {"window": 5},
+    "slopes": {"bias_scale": 0.5},
+    "slopes and window": {"window": 5},
+    "slopes, one head per group": {"num_kv_heads": 4},
 }
 CHUNKS = {
     "prefill": [(14,), (9,), (1,)],
@@ -98,11 +106,12 @@ RUNS = {
 def test_three_requests_in_shared_batches(kind: str, chunks: str, runs: str) -> None:
     s = spec(**KINDS[kind])
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0]) if "sinks" in kind else None
+    slopes = torch.tensor([0.5, 0.25, 0.125, 1.0]) if "slopes" in kind else None
     sequences = [
         Sequence(s, sum(sizes), own, seed)
         for seed, (sizes, own) in enumerate(zip(CHUNKS[chunks], RUNS[runs], strict=True))
     ]
-    expected = [reference(s, sequence, sinks) for sequence in sequences]
+    expected = [reference(s, sequence, sinks, slopes) for sequence in sequences]
     plan = AttentionPlan()
     attention = CachedAttention(s, plan)
     allocate_caches([attention], NUM_SLOTS, torch.float32, CPU)
@@ -121,7 +130,7 @@ def test_three_requests_in_shared_batches(kind: str, chunks: str, runs: str) -> 
             for name in ("query", "key", "value")
         ]
         plan.prepare(segments, CPU)
-        output = attention(*packed, sinks)
+        output = attention(*packed, sinks, slopes)
         rows = sum(size for _, size in active)
         assert output.shape == (1, rows, s.num_heads, s.value_dim)
         assert output.is_contiguous()
@@ -140,7 +149,7 @@ def test_bfloat16_stays_bfloat16() -> None:
     plan.prepare([Segment(6, 0, [(0, 8)])], CPU)
     output = attention(*(tensor[None].bfloat16() for tensor in (sequence.query, sequence.key, sequence.value)))
     assert output.dtype == torch.bfloat16
-    torch.testing.assert_close(output[0].double(), reference(s, sequence, None), rtol=0.1, atol=0.1)
+    torch.testing.assert_close(output[0].double(), reference(s, sequence), rtol=0.1, atol=0.1)
 
 
 def test_new_tokens_go_to_the_slots_behind_the_cached_ones() -> None:
@@ -156,7 +165,7 @@ def test_values_cached_for_each_token() -> None:
 def test_the_operator_itself_must_not_run() -> None:
     query = torch.zeros(1, 4, 3, 8)
     with pytest.raises(NotImplementedError, match="replaced by CachedAttention before a stage runs"):
-        attention_op(query, query, query, None, 0, 1.0, 0, 0.0)
+        attention_op(query, query, query, None, None, 0, 1.0, 0, 0.0, 1.0)
 
 
 class FakeAttention(torch.nn.Module):
@@ -192,6 +201,6 @@ def test_arguments_reach_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     query, sinks = torch.zeros(1, 4, 3, 16), torch.zeros(4)
     _route(FakeAttention(), query, query, query, None, dropout=0.0, position_ids=None)
     _route(FakeAttention(), query, query, query, None, 0.7, sliding_window=9, softcap=30.0, s_aux=sinks)
-    assert seen[0][3:] == (None, 3, 0.25, 0, 0.0)
+    assert seen[0][3:] == (None, None, 3, 0.25, 0, 0.0, 1.0)
     assert seen[1][3] is sinks
-    assert seen[1][4:] == (3, 0.7, 9, 30.0)
+    assert seen[1][4:] == (None, 3, 0.7, 9, 30.0, 1.0)

@@ -28,7 +28,11 @@ WINDOWED = {"mistral", "gemma2", "gemma3_text", "phi3"}
             {**GQA, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8},
             "falcon_h1: ",
         ),
-        ("bloom", {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "bloom: |no list of layers"),
+        (
+            "bart",
+            {"vocab_size": 64, "d_model": 32, "decoder_layers": 2, "is_encoder_decoder": False},
+            "bart counts positions itself",
+        ),
         ("vit", {}, "vit: "),
     ],
 )
