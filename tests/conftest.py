@@ -39,6 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Let the caller choose what happens to slow tests."""
     choices = ("skip", "also", "only")
     parser.addoption("--slow", choices=choices, default="skip", help="tests marked slow: %(choices)s; %(default)s")
+    parser.addoption("--walk", action="store_true", help="among slow tests, also every architecture there is")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -48,7 +49,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if tier in TIERS:
             item.add_marker(tier)
     chosen = {"skip": (False,), "also": (False, True), "only": (True,)}[config.getoption("--slow")]
-    left_out = [item for item in items if (item.get_closest_marker("slow") is not None) not in chosen]
+    walk = config.getoption("--walk")
+    left_out = [
+        item
+        for item in items
+        if (item.get_closest_marker("slow") is not None) not in chosen
+        or (item.get_closest_marker("walk") is not None and not walk)
+    ]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in set(left_out)]
 

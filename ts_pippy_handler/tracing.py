@@ -344,7 +344,13 @@ def _clean(graph: fx.GraphModule) -> None:
             graph.graph.erase_node(node)
     experts.use_own_operator(graph)
     graph.graph.eliminate_dead_code()
-    tokens = next(n for n in graph.graph.nodes if n.op == "placeholder" and n.name == "input_ids")
+    tokens, _, rows = graph.graph.find_nodes(op="placeholder")
+    if not rows.users:  # the model does not know ``logits_to_keep`` and computes the logits of all rows
+        output = graph.graph.output_node()
+        [logits] = output.all_input_nodes
+        with graph.graph.inserting_before(output):
+            kept = graph.graph.call_function(torch.ops.aten.index_select.default, (logits, 0, rows))
+        output.replace_input_with(logits, kept)
     symbol = tokens.meta["val"].shape[1]
     for node in graph.graph.nodes:
         value = node.meta.get("val")

@@ -24,7 +24,8 @@ HEAD = """\
 # Architectures
 
 What becomes of each model type that transformers {version} maps to a causal language model: written by
-`python -m scripts.lib.architecture_table`, checked by `scripts/test --slow only -k architectures`.
+`python -m scripts.lib.architecture_table`, checked by
+`scripts/test tests/integration/test_architectures.py --slow also --walk`.
 
 - **exact**: a tiny random model of {layers} layers gave the tokens of `generate`, for three prompts of unequal length
   in one batch, {new} new tokens each, with the cache, in float32, over 1, 2, 3 and 4 stages.

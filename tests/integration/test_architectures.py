@@ -11,11 +11,23 @@ from tests.architectures import NEW_TOKENS, PROMPTS, VARIANTS, all_names, judge,
 from tests.command import generate
 
 TABLE = Path(__file__).parents[2] / "docs" / "architectures.md"
-IN_DEFAULT_RUN = {
-    *("bloom", "deepseek_v3", "falcon (ALiBi)", "falcon (new decoder)", "gemma3_text", "gpt_neo", "gpt_neox"),
-    *("gpt_oss", "mixtral", "mpt", "phi3", "bart", "mamba"),
-}
+IN_DEFAULT_RUN = {"bloom", "deepseek_v3", "falcon (ALiBi)", "gpt_neo", "gpt_neox", "gpt_oss", "mixtral", "bart"}
 """One for each way a model can be unusual."""
+SLOW = {
+    *(
+        "cohere",
+        "falcon (new decoder)",
+        "gemma3_text",
+        "glm4",
+        "gpt_bigcode",
+        "gptj",
+        "granite",
+        "llama4_text",
+        "mamba",
+    ),
+    *("mpt", "olmo2", "opt (norm after, projected)", "phi", "phi3", "qwen2_moe", "qwen3_moe", "smollm3", "stablelm"),
+    *("starcoder2", "whisper"),
+}
 
 
 def documented() -> dict[str, str]:
@@ -25,7 +37,12 @@ def documented() -> dict[str, str]:
 
 
 def cases() -> list[Any]:
-    return [pytest.param(name, marks=[] if name in IN_DEFAULT_RUN else [pytest.mark.slow]) for name in all_names()]
+    def marks(name: str) -> list[pytest.MarkDecorator]:
+        if name in IN_DEFAULT_RUN:
+            return []
+        return [pytest.mark.slow] if name in SLOW else [pytest.mark.slow, pytest.mark.walk]
+
+    return [pytest.param(name, marks=marks(name)) for name in all_names()]
 
 
 @pytest.mark.parametrize("name", cases())
