@@ -48,6 +48,7 @@ class Checkpoint:
     def __init__(self, model_path: str, index_filename: str | None = None) -> None:
         self._directory = Path(model_path)
         self._files = self._find_tensors(self._entry(index_filename))
+        self._shapes: dict[Path, dict[str, list[int]]] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -64,11 +65,10 @@ class Checkpoint:
             CheckpointError: Naming file and tensor, if the file is damaged.
         """
         file = self._files[name]
-        with self._naming(file, name):
-            if file.suffix == ".safetensors":
-                with safe_open(file, framework="pt") as tensors:
-                    return list(tensors.get_slice(name).get_shape())
-            return list(_load_bin(file)[name].shape)
+        if file not in self._shapes:  # all of a file at once: it may hold thousands, and opening it reads its header
+            with self._naming(file, name):
+                self._shapes[file] = _tensor_shapes(file)
+        return self._shapes[file][name]
 
     def find(self, names: Iterable[str], prefix: str) -> str | None:
         """Return the first of ``names`` that the checkpoint has, as written or with ``prefix.`` added or removed."""
@@ -167,6 +167,13 @@ def _tensor_names(file: Path) -> list[str]:
         return list(_load_bin(file))
     except _DAMAGE as error:
         raise CheckpointError(f"{file}: unreadable or truncated: {error}") from error
+
+
+def _tensor_shapes(file: Path) -> dict[str, list[int]]:
+    if file.suffix == ".safetensors":
+        with safe_open(file, framework="pt") as tensors:
+            return {name: list(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    return {name: list(getattr(value, "shape", ())) for name, value in _load_bin(file).items()}
 
 
 def _load_bin(file: Path) -> dict[str, Any]:
