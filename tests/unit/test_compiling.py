@@ -22,7 +22,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_compiled_equals_uncompiled(checkpoints: Checkpoints, family: str) -> None:
     directory = checkpoints(family, layers=2)
     eager, compiled = (Pipeline(directory, [1, 1]) for _ in range(2))
