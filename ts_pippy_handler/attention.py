@@ -67,6 +67,11 @@ def _attention_shape(
     softcap: float,
     bias_scale: float,
 ) -> torch.Tensor:
+    return like_attended(query_1HTD, value_1GTD)
+
+
+def like_attended(query_1HTD: torch.Tensor, value_1GTD: torch.Tensor) -> torch.Tensor:
+    """Return an empty tensor [1, T, H, D] like what attention makes of these."""
     _, heads, rows, _ = query_1HTD.shape
     return query_1HTD.new_empty(1, rows, heads, value_1GTD.shape[3])
 

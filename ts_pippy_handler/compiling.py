@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from ts_pippy_handler import process
-from ts_pippy_handler.attention import CachedAttention
+from ts_pippy_handler.attention import CachedAttention, like_attended
 from ts_pippy_handler.errors import LoadError
 from ts_pippy_handler.packing import is_packed_linear
 
@@ -54,8 +54,7 @@ def _(
     slopes: torch.Tensor | None,
     number: int,
 ) -> torch.Tensor:
-    _, heads, rows, _ = query.shape
-    return query.new_empty(1, rows, heads, value.shape[3])
+    return like_attended(query, value)
 
 
 @torch.library.custom_op("ts_pippy::packed_linear", mutates_args=())
@@ -113,7 +112,7 @@ def _hide(module: fx.GraphModule, attentions: dict[str, CachedAttention]) -> Non
         if node.op == "call_module" and node.target in attentions:
             number = next(_numbers)
             _attentions[number] = attentions[node.target]
-            arguments = (*node.args, *[None] * (5 - len(node.args)), number)
+            arguments = (*node.args, number)
             operator = torch.ops.ts_pippy.cached_attention.default
         elif is_packed_linear(node):
             number = next(_numbers)

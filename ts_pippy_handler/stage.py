@@ -191,12 +191,13 @@ class _Source:
     def __init__(
         self,
         name: str,
+        aliases: Mapping[str, list[str]],
         traced: ModelFacts | TracedModel,
         checkpoint: Checkpoint,
         template: torch.Tensor,
         stage: int,
     ) -> None:
-        names = traced.aliases.get(name, [name])
+        names = aliases.get(name, [name])
         self._checkpoint = checkpoint
         self._converted: torch.Tensor | None = None
         self._found = checkpoint.find(names, traced.base_model_prefix)
@@ -238,11 +239,12 @@ def _load_tensors(
 ) -> None:
     prefix = traced.base_model_prefix
     buffers = list(graph.module.named_buffers())
+    aliases = traced.aliases
     # Weights are read here on their way to their packed form. Memory of their own for each would leave gaps between
     # the packed ones: up to 45 % more resident memory was measured.
     scratch = torch.empty(max((weight.values_per_part for weight in packed.values()), default=0), dtype=traced.dtype)
     for key, template in list(graph.module.named_parameters()):
-        source = _Source(graph.tensors.get(key, key), traced, checkpoint, template, graph.index)
+        source = _Source(graph.tensors.get(key, key), aliases, traced, checkpoint, template, graph.index)
         packing = packed.get(key)
         if packing is None or not packing.is_only_packed:
             value = torch.empty(template.shape, dtype=template.dtype, device=device)
