@@ -21,6 +21,7 @@ from ts_pippy_handler import partition, tracer, tracing
 from ts_pippy_handler.config import PippyConfig, ServingConfig, written_layers
 from ts_pippy_handler.errors import ConfigError, LoadError
 from ts_pippy_handler.graph_data import ModelFacts, decode_stage
+from ts_pippy_handler.meter import peak_memory_bytes
 from ts_pippy_handler.process import keep_freed_memory
 from ts_pippy_handler.ranks import Group, device_of, set_threads
 from ts_pippy_handler.stage import Stage
@@ -73,7 +74,8 @@ def load(group: Group, config: ServingConfig, *, show_progress: bool = False) ->
     transport = Transport(stage.device, config.pippy.step_timeout) if group.store is not None else None
     keep_freed_memory()  # not before the weights are read, whose buffers come back in other sizes
     logger.info(
-        "rank %d: stage %d of %d, layers %d-%d, %.1f MB of weights, cache of %d tokens, %s, %d threads, %.1f s",
+        "rank %d: stage %d of %d, layers %d-%d, %.1f MB of weights, cache of %d tokens, %s, %d threads, %.1f s, "
+        "peak %.0f MB resident",
         group.place.rank,
         stage.graph.index,
         stage.graph.num_stages,
@@ -84,6 +86,7 @@ def load(group: Group, config: ServingConfig, *, show_progress: bool = False) ->
         stage.device,
         torch.get_num_threads(),
         time.monotonic() - started,
+        peak_memory_bytes() / 1e6,
     )
     return LoadedRank(
         group=group,

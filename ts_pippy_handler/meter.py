@@ -108,7 +108,7 @@ class Meter:
             since = {name: value - self._base.get(name, 0) for name, value in now.items()}
             if reset:
                 self._base = now
-        return {**since, "peak_memory_bytes": _peak_memory_bytes()}
+        return {**since, "peak_memory_bytes": peak_memory_bytes()}
 
     def _totals(self) -> dict[str, float]:
         sums = asdict(self._sums)
@@ -131,7 +131,8 @@ def read(reset: bool) -> dict[str, Any]:
     return METER.read(reset=reset)
 
 
-def _peak_memory_bytes() -> int:
+def peak_memory_bytes() -> int:
+    """Return the most memory of this process that was ever resident."""
     # Not getrusage where it can be helped: on Linux a started process inherits its parent's peak there.
     try:
         status = Path(f"/proc/{os.getpid()}/status").read_text("utf-8")

@@ -25,7 +25,7 @@ from ts_pippy_handler.validation import show
 
 _DAMAGE = (SafetensorError, OSError, RuntimeError, KeyError, EOFError, ValueError, pickle.UnpicklingError, struct.error)
 """What reading a damaged or foreign file raises."""
-_PIECE_BYTES = 16 << 20
+_PIECE_BYTES = 4 << 20
 _USUAL_FILES = (
     "model.safetensors.index.json",
     "model.safetensors",
@@ -101,13 +101,15 @@ class Checkpoint:
         """
         file = self._files[name]
         with self._naming(file, name):
-            if rows is not None or target.nbytes <= _PIECE_BYTES or target.dim() == 0:
+            if target.nbytes <= _PIECE_BYTES or target.dim() == 0:
                 self._copy(file, name, target, rows)
                 return
             # A large tensor in pieces: what was copied of a mapping counts as resident until the mapping is closed.
+            first = 0 if rows is None else rows.start
             step = max(1, _PIECE_BYTES * target.shape[0] // target.nbytes)
             for start in range(0, target.shape[0], step):
-                self._copy(file, name, target[start : start + step], slice(start, start + step))
+                piece = target[start : start + step]
+                self._copy(file, name, piece, slice(first + start, first + start + piece.shape[0]))
 
     @staticmethod
     @contextlib.contextmanager

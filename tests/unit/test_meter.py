@@ -78,4 +78,4 @@ def test_a_reading_has_the_fields_of_the_stats() -> None:
 
 def test_peak_memory_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meter.os, "getpid", lambda: 0)
-    assert meter._peak_memory_bytes() > 1_000_000
+    assert meter.peak_memory_bytes() > 1_000_000
