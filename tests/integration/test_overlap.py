@@ -12,6 +12,7 @@ from tests.command import ts_pippy
 from tests.models import Checkpoints
 from tests.oracle import random_prompts
 
+pytestmark = pytest.mark.alone
 FAULTS = Path(__file__).parents[1] / "faults"
 DELAY_S = 0.06
 """Per batch and stage: long against what Python and the wire take, also while tests run side by side."""

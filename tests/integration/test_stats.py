@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.command import run_probe
 from tests.models import Checkpoints
 
+pytestmark = pytest.mark.alone
 PROBE = """
 import json, queue, sys, threading, time
 from ts_pippy_handler import launch
