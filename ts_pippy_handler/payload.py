@@ -83,7 +83,7 @@ class SamplingFields(BaseModel):
     stop_token_ids: Annotated[list[Int], Field(max_length=_MAX_STOP_TOKENS)] | None = Field(
         None, description=f"a list of at most {_MAX_STOP_TOKENS} token ids"
     )
-    ignore_eos: bool = False
+    ignore_eos: bool | None = None
     timeout: Float | None = Field(None, gt=0, allow_inf_nan=False)
     """Seconds after which the answer ends with what there is; at most the server's own limit."""
     min_tokens: Int | None = Field(None, ge=0)
@@ -112,7 +112,7 @@ class SamplingFields(BaseModel):
             seed=self.seed,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=self.ignore_eos,
+            ignore_eos=bool(self.ignore_eos),
             timeout_s=self.timeout,
             min_tokens=self.min_tokens,
             logprobs=logprobs,
@@ -137,7 +137,7 @@ class GenerationPayload(SamplingFields):
     max_new_tokens: Int | None = Field(None, ge=1)
     logprobs: Int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     """How many likely tokens to report beside each chosen one."""
-    stream: bool = False
+    stream: bool | None = None
     """Whether the answer comes in pieces, one JSON object per line."""
 
     @model_validator(mode="after")
@@ -185,7 +185,7 @@ class ParsedRequest:
             prompts=payload.prompts(),
             wishes=payload.wishes(),
             format=TextFormat() if self.is_plain_text else PlainFormat(is_list=payload.is_list),
-            is_stream=payload.stream,
+            is_stream=bool(payload.stream),
         )
 
 

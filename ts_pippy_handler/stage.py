@@ -104,7 +104,7 @@ class Stage:
         try:
             self._forward = compile_module(self.graph.module, attentions, warm_up)
         except BaseException:
-            self._forward = eager
+            self._forward, self._min_rows = eager, 0
             raise
 
     def _example(self, num_tokens: int) -> tuple[Batch, dict[str, torch.Tensor]]:

@@ -100,7 +100,7 @@ class TracedModel:
         self.base_model_prefix = str(getattr(model, "base_model_prefix", ""))
         self.persistent_buffers = set(model.state_dict()) & set(buffers)
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
-        self.layer_starts, self._layers_end = _find_layers(graph, model)
+        self.layer_starts = _find_layers(graph, model)
         self._check_layers()
         _check_positions(graph, config.model_type)
 
@@ -415,8 +415,8 @@ def is_attention(node: fx.Node) -> bool:
     return node.target is torch.ops.ts_pippy.attention.default
 
 
-def _find_layers(graph: fx.GraphModule, model: torch.nn.Module) -> tuple[list[fx.Node], fx.Node | None]:
-    """Return the first node of each layer, and the first node behind the last layer."""
+def _find_layers(graph: fx.GraphModule, model: torch.nn.Module) -> list[fx.Node]:
+    """Return the first node of each layer."""
     lists = {f"model.{name}" for name, m in model.named_modules() if isinstance(m, torch.nn.ModuleList)}
     container = None
     for node in graph.graph.nodes:
@@ -427,18 +427,15 @@ def _find_layers(graph: fx.GraphModule, model: torch.nn.Module) -> tuple[list[fx
     if container is None:
         raise UnsupportedModelError("no list of layers with attention was found in the traced model")
     starts: list[fx.Node] = []
-    end: fx.Node | None = None
     for node in graph.graph.nodes:
         layer = _layer_index(node, container)
         if layer is None:
-            end = node if starts and end is None and node.op == "call_function" else end
             continue
-        end = None
         if layer == len(starts):
             starts.append(node)
         elif layer != len(starts) - 1:
             raise UnsupportedModelError(f"layers run out of order: layer {layer} after layer {len(starts) - 1}")
-    return starts, end
+    return starts
 
 
 def _module_paths(node: fx.Node) -> list[str]:

@@ -157,6 +157,11 @@ def test_tokens_that_are_named() -> None:
     assert len(check_fields(fields(logit_bias={str(i): 0 for i in range(300)})).wishes().logit_bias) == 300
 
 
+def test_null_leaves_a_switch_off() -> None:
+    assert not check_fields(fields(ignore_eos=None)).wishes().ignore_eos
+    assert not check_fields(fields(stream=None)).stream
+
+
 def test_zero_and_null_are_kept_apart() -> None:
     wishes = check_fields(fields(temperature=0, top_k=0, seed=0, max_new_tokens=None)).wishes()
     assert (wishes.temperature, wishes.top_k, wishes.seed, wishes.max_new_tokens) == (0.0, 0, 0, None)
@@ -266,7 +271,6 @@ STOP_TOKENS = "stop_token_ids: must be a list of at most 64 token ids"
         ({"logprobs": 21}, ["logprobs: must be a whole number, at least 0 and at most 20, got 21"]),
         ({"logprobs": True}, ["logprobs: must be a whole number", "got True"]),
         ({"ignore_eos": 1}, ["ignore_eos: must be true or false, got 1"]),
-        ({"ignore_eos": None}, ["ignore_eos: must be true or false, got None"]),
         ({"stream": 1}, ["stream: must be true or false, got 1"]),
         ({"strem": True}, ["strem: unknown key (value True); did you mean 'stream'?"]),
         ({"max_tokens": 3}, ["max_tokens: unknown key (value 3); did you mean 'max_new_tokens'?"]),
