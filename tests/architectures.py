@@ -167,6 +167,9 @@ def _randomise(model: PreTrainedModel, embedding_scale: float) -> None:
                 parameter.normal_(0.0, 0.2, generator=generator)
                 if name.endswith("weight"):
                     parameter.add_(1.0)
+        for name, buffer in model.named_buffers():
+            if name in model.state_dict() and name.endswith("_bias") and buffer.is_floating_point():
+                buffer.normal_(0.0, 0.2, generator=generator)  # routers of experts keep theirs so
 
 
 def judge(name: str, directory: Path, stages: Sequence[int] = (1, 2, 3, 4)) -> Verdict:

@@ -36,7 +36,7 @@ class ModelFacts:
     vocab_size: int
     max_positions: int | None
     aliases: dict[str, list[str]]
-    """All names of each parameter the stage uses; a checkpoint may hold any one of them."""
+    """All names of each parameter and saved buffer the stage uses; a checkpoint may hold any one of them."""
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     persistent_buffers: frozenset[str] = frozenset()
     conversions: Conversions = field(default_factory=Conversions)

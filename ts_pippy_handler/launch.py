@@ -144,9 +144,12 @@ class _Spawner:
         _warm_up(engine, self._config)
         return engine
 
-    def _spawn(self) -> ranks.Group:
+    def _spawn(self, kv_cache_tokens: int | None = None) -> ranks.Group:
+        job = json.loads(self._job)
+        if kv_cache_tokens is not None:  # as many as the other ranks have, whatever memory is free by now
+            job["config"].setdefault("pippy", {})["kv_cache_tokens"] = kv_cache_tokens
         return ranks.spawn_peers(
-            self._num_stages, self._config.pippy, self._job, self._options.stdout, next(_generations)
+            self._num_stages, self._config.pippy, json.dumps(job), self._options.stdout, next(_generations)
         )
 
     def _revive(self, error: PipelineError) -> LoadedRank:
@@ -159,7 +162,7 @@ class _Spawner:
             raise reason
         logger.error("starting the ranks anew, because of: %s", reason)
         old.group.leave(is_broken=True)
-        group = self._spawn()
+        group = self._spawn(old.num_slots)
         try:
             return loading.rejoin(old, group, self._config)
         except LoadError:

@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 _CACHE_SHARE = 0.25
 """Part of a rank's free memory that the cache may take when no size is configured."""
 
+_CGROUP = Path("/sys/fs/cgroup")
+"""Where Linux tells a container's limit of memory, which the host's figure does not show."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedRank:
@@ -107,7 +110,9 @@ def rejoin(loaded: LoadedRank, group: Group, config: ServingConfig) -> LoadedRan
     """
     group.hand_out("stage", loaded.stages)
     group.outcome("loaded", None)
-    group.wait_for_all("slots", loaded.num_slots)
+    smallest = min(group.wait_for_all("slots", loaded.num_slots))
+    if smallest < loaded.num_slots:
+        raise LoadError(f"a rank holds {smallest} tokens in its cache now, not {loaded.num_slots} as before")
     group.outcome("cache", None)
     if config.pippy.compile:
         group.outcome("compiled", None)
@@ -165,7 +170,7 @@ def _receive_stage(group: Group, config: ServingConfig) -> tuple[list[bytes], by
         return [], own
     try:
         stages = tracer.trace_stages(config, group.place.world_size)
-    except LoadError:
+    except BaseException:  # whatever it is, the other ranks must not wait
         group.hand_out("stage", [b""] * group.place.world_size)
         raise
     group.hand_out("stage", stages)
@@ -175,8 +180,8 @@ def _receive_stage(group: Group, config: ServingConfig) -> tuple[list[bytes], by
 def _load_stage(group: Group, config: ServingConfig, *, show_progress: bool) -> tuple[Stage, ModelFacts, list[bytes]]:
     place = group.place
     set_threads(place, config.pippy.threads_per_rank)
-    checkpoint = Checkpoint(config.handler.model_path, config.handler.index_filename)
     stages, own = _receive_stage(group, config)
+    checkpoint = Checkpoint(config.handler.model_path, config.handler.index_filename)
     graph, facts = decode_stage(own)
     total = sum(parameter.nbytes for parameter in graph.module.parameters())
     with tqdm(
@@ -226,7 +231,7 @@ def _allocate_cache(group: Group, stage: Stage, num_slots: int) -> None:
     error: LoadError | None = None
     try:
         stage.allocate_cache(num_slots)
-    except RuntimeError as failed:  # torch's allocators raise this
+    except (RuntimeError, TypeError, OverflowError, MemoryError) as failed:  # a lack of memory, or an absurd number
         size = num_slots * stage.kv_bytes_per_token / 1e9
         error = LoadError(
             f"a key/value cache of {num_slots} tokens needs {size:.1f} GB on {stage.device}, which cannot be had; "
@@ -252,11 +257,19 @@ def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     free = int(psutil.virtual_memory().available)
-    limit = Path("/sys/fs/cgroup/memory.max")  # a container's limit, which the host's figure does not show
-    used = Path("/sys/fs/cgroup/memory.current")
+    limit, used = _CGROUP / "memory.max", _CGROUP / "memory.current"
     if limit.is_file() and used.is_file() and limit.read_text().strip().isdigit():
-        free = min(free, int(limit.read_text()) - int(used.read_text()))
+        free = min(free, int(limit.read_text()) - int(used.read_text()) + _reclaimable_bytes())
     return max(free, 0)
+
+
+def _reclaimable_bytes() -> int:
+    """Return how much of a container's used memory holds pages of files, such as the weights just read."""
+    try:
+        fields = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return 0
+    return int(fields.get("active_file", 0)) + int(fields.get("inactive_file", 0))
 
 
 def check_early(config: ServingConfig, num_stages: int) -> None:

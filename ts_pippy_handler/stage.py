@@ -200,7 +200,7 @@ class _Source:
         names = aliases.get(name, [name])
         self._checkpoint = checkpoint
         self._converted: torch.Tensor | None = None
-        self._found = checkpoint.find(names, traced.base_model_prefix)
+        self._found = checkpoint.find_equal(names, traced.base_model_prefix)
         if self._found is not None:
             checkpoint.check_shape(self._found, template.shape)
             return
@@ -268,7 +268,7 @@ def _buffer_value(
 ) -> torch.Tensor:
     """Return a buffer from the checkpoint if it is saved there, else as the model's code computes it."""
     computed = traced.buffers.get(name, buffer)
-    found = checkpoint.find([name], prefix) if name in traced.persistent_buffers else None
+    found = checkpoint.find(traced.aliases[name], prefix) if name in traced.persistent_buffers else None
     if found is not None:
         checkpoint.check_shape(found, buffer.shape)
         value = torch.empty(buffer.shape, dtype=buffer.dtype)

@@ -8,6 +8,7 @@ plain data, no pickles. Knows no torch and no ranks.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -53,9 +54,10 @@ class TraceCache:
             return None
         try:
             content = self._file.read_bytes()
-            self._file.touch()  # the least recently used are forgotten first
         except OSError:
             return None
+        with contextlib.suppress(OSError):  # a read-only cache serves as well
+            self._file.touch()  # the least recently used are forgotten first
         digest, body = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
         if not body or hashlib.sha256(body).digest() != digest:
             return None

@@ -71,13 +71,16 @@ def main() -> None:
     process.die_with_parent()
     process.leave_interrupts_to_parent()
     job = json.load(sys.stdin)
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what libraries in C print must not end up in the answer either
     answer: dict[str, object]
-    with contextlib.redirect_stdout(sys.stderr):  # what libraries print must not end up in the answer
+    with contextlib.redirect_stdout(sys.stderr):
         try:
             answer = {"stages": _trace(load_config(job["config"]), job["num_stages"])}
         except LoadError as error:
             answer = {"error": str(error), "kind": type(error).__name__}
-    sys.stdout.buffer.write(msgspec.msgpack.encode(answer))
+    with answers:
+        answers.write(msgspec.msgpack.encode(answer))
 
 
 if __name__ == "__main__":

@@ -150,11 +150,12 @@ class TracedModel:
 
     @property
     def aliases(self) -> dict[str, list[str]]:
-        """All names of each parameter: tied weights have several, and a checkpoint may hold any one of them."""
+        """All names of each parameter and saved buffer: a checkpoint may hold any one. Tied weights have several."""
         names: dict[int, list[str]] = {}
         for name, parameter in self.parameters.items():
             names.setdefault(id(parameter), []).extend([name, *self.conversions.renamed.get(name, ())])
-        return {name: names[id(parameter)] for name, parameter in self.parameters.items()}
+        of_buffers = {name: [name, *self.conversions.renamed.get(name, ())] for name in self.persistent_buffers}
+        return of_buffers | {name: names[id(parameter)] for name, parameter in self.parameters.items()}
 
     @property
     def vocab_size(self) -> int:
@@ -167,10 +168,11 @@ class TracedModel:
 
         Where rotary frequencies change beyond the length the model was trained for, the window ends there.
         """
-        keys = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-        values = (getattr(self.config, key, None) for key in keys)
+        keys = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions")
+        configs = (self.config, self.config.get_text_config())
+        values = (getattr(config, key, None) for config in configs for key in keys)
         windows = [value for value in values if isinstance(value, int) and value > 0][:1]
-        return min([*windows, *_trained_positions(self.config)], default=None)
+        return min([*windows, *(length for config in configs for length in _trained_positions(config))], default=None)
 
     def layer_of(self) -> dict[fx.Node, int]:
         """Return the unit of every node that computes something."""
@@ -313,6 +315,12 @@ def trace(config: Any, dtype: torch.dtype) -> TracedModel:
     """
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{config.model_type}: encoder-decoder models cannot be split")
+    if quantization := getattr(config, "quantization_config", None):
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise UnsupportedModelError(
+            f"{config.model_type}: the checkpoint is quantised ({str(method)[:60]}); "
+            "only float32, float16 and bfloat16 weights can be served"
+        )
     model, buffers = build_without_weights(config, dtype)
     # Every example tensor must be distinct: export takes one tensor passed twice for a single input.
     tokens, positions = (torch.zeros((1, 16), dtype=torch.long, device="meta") for _ in range(2))

@@ -1,7 +1,8 @@
 """Read single tensors out of a Hugging Face checkpoint, so that a rank touches only what its stage uses.
 
 Handles safetensors and PyTorch ``.bin`` files, one or many, with or without an index. Every tensor is copied out of a
-memory mapping that is closed again, so resident memory grows by the stage's own tensors only. Knows which names exist
+memory mapping that is closed again, so resident memory grows by the stage's own tensors only; ``.bin`` files as torch
+wrote them before 1.6 cannot be mapped, and one at a time is held in memory. Knows which names exist
 and how to find them under another prefix; knows nothing of stages.
 
 Sources: the safetensors and ``torch.save`` formats; the index layout of ``transformers`` sharded checkpoints.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import pickle
 import struct
 from collections.abc import Iterable, Iterator, Sequence
@@ -49,6 +51,7 @@ class Checkpoint:
         self._directory = Path(model_path)
         self._files = self._find_tensors(self._entry(index_filename))
         self._shapes: dict[Path, dict[str, list[int]]] = {}
+        self._read: tuple[Path, dict[str, Any]] | None = None
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -72,12 +75,45 @@ class Checkpoint:
 
     def find(self, names: Iterable[str], prefix: str) -> str | None:
         """Return the first of ``names`` that the checkpoint has, as written or with ``prefix.`` added or removed."""
+        return next(iter(self._find_all(names, prefix)), None)
+
+    def find_equal(self, names: Iterable[str], prefix: str) -> str | None:
+        """Return the first of ``names`` that the checkpoint has, as :meth:`find`, if all it has are equal.
+
+        Raises:
+            CheckpointError: If two differ: weights that the model ties, and the checkpoint does not.
+        """
+        found = self._find_all(names, prefix)
+        for other in found[1:]:
+            if not self._are_equal(found[0], other):
+                raise CheckpointError(
+                    f"{self._files[other].name}: {found[0]!r} and {other!r} are one weight in the model, but differ "
+                    "here; if it was trained with two, set tie_word_embeddings to false in config.json"
+                )
+        return found[0] if found else None
+
+    def _find_all(self, names: Iterable[str], prefix: str) -> list[str]:
         dotted = f"{prefix}."
+        found = []
         for name in names:
-            for candidate in (name, name.removeprefix(dotted), dotted + name):
-                if candidate in self._files:
-                    return candidate
-        return None
+            candidates = (name, name.removeprefix(dotted), dotted + name)
+            found += [candidate for candidate in candidates if candidate in self._files][:1]
+        return list(dict.fromkeys(found))
+
+    def _are_equal(self, name: str, other: str) -> bool:
+        shape = self.shape(name)
+        if shape != self.shape(other):
+            return False
+        step = max(1, _PIECE_BYTES * shape[0] // max(4 * math.prod(shape), 1)) if shape else 1
+        for start in range(0, shape[0] if shape else 1, step):
+            rows = slice(start, min(start + step, shape[0])) if shape else None
+            size = [rows.stop - rows.start, *shape[1:]] if rows else []
+            one, two = torch.empty(size), torch.empty(size)
+            self.read_into(name, one, rows)
+            self.read_into(other, two, rows)
+            if not torch.equal(one, two):
+                return False
+        return True
 
     def check_shape(self, name: str, shape: Sequence[int]) -> None:
         """Check that a tensor has the shape the model needs.
@@ -120,14 +156,23 @@ class Checkpoint:
         except _DAMAGE as error:
             raise CheckpointError(f"{file}: cannot read tensor {name!r}: {error}") from error
 
-    @staticmethod
-    def _copy(file: Path, name: str, target: torch.Tensor, rows: slice | None) -> None:
+    def _copy(self, file: Path, name: str, target: torch.Tensor, rows: slice | None) -> None:
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as tensors:
-                target.copy_(tensors.get_tensor(name) if rows is None else tensors.get_slice(name)[rows])
+                _convert(tensors.get_tensor(name) if rows is None else tensors.get_slice(name)[rows], target)
         else:
-            whole = _load_bin(file)[name]
-            target.copy_(whole if rows is None else whole[rows])
+            whole = self._load_bin(file)[name]
+            _convert(whole if rows is None else whole[rows], target)
+
+    def _load_bin(self, file: Path) -> dict[str, Any]:
+        """Return the tensors of a ``.bin`` file: mapped, or if it is of the format before torch 1.6 read and kept."""
+        if self._read is None or self._read[0] != file:
+            self._read = None
+            tensors, is_mapped = _load_bin(file)
+            if is_mapped:
+                return tensors
+            self._read = file, tensors
+        return self._read[1]
 
     def _entry(self, index_filename: str | None) -> Path:
         if index_filename is not None:
@@ -166,7 +211,7 @@ def _tensor_names(file: Path) -> list[str]:
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as tensors:
                 return list(tensors.keys())
-        return list(_load_bin(file))
+        return list(_load_bin(file)[0])
     except _DAMAGE as error:
         raise CheckpointError(f"{file}: unreadable or truncated: {error}") from error
 
@@ -175,16 +220,22 @@ def _tensor_shapes(file: Path) -> dict[str, list[int]]:
     if file.suffix == ".safetensors":
         with safe_open(file, framework="pt") as tensors:
             return {name: list(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    return {name: list(getattr(value, "shape", ())) for name, value in _load_bin(file).items()}
+    return {name: list(getattr(value, "shape", ())) for name, value in _load_bin(file)[0].items()}
 
 
-def _load_bin(file: Path) -> dict[str, Any]:
+def _convert(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy values, between the dtypes of plain weights only: the numbers of a quantised weight are not its values."""
+    if target.is_floating_point() and (not source.is_floating_point() or source.itemsize < 2):
+        raise ValueError(f"its dtype is {source.dtype}, as of a quantised weight; wanted is a floating-point dtype")
+    target.copy_(source)
+
+
+def _load_bin(file: Path) -> tuple[dict[str, Any], bool]:
+    """Return the tensors of a file, and whether they are mapped."""
     # weights_only: a pickle inside a checkpoint must not run code.
-    loaded: dict[str, Any]
     try:
-        loaded = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        return torch.load(file, map_location="cpu", mmap=True, weights_only=True), True
     except RuntimeError as error:
         if "mmap can only be used" not in str(error):
             raise
-        loaded = torch.load(file, map_location="cpu", weights_only=True)  # torch.save's format before 1.6
-    return loaded
+        return torch.load(file, map_location="cpu", weights_only=True), False  # torch.save's format before 1.6

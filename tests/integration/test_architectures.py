@@ -24,6 +24,7 @@ SLOW = {
         "granite",
         "llama4_text",
         "mamba",
+        "minimax_m2",
     ),
     *("mpt", "olmo2", "opt (norm after, projected)", "phi", "phi3", "qwen2_moe", "qwen3_moe", "smollm3", "stablelm"),
     *("starcoder2", "whisper"),

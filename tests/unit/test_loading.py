@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -84,6 +85,56 @@ def test_a_cache_smaller_than_a_block(gpt2: Path) -> None:
     )
     with pytest.raises(LoadError, match=f"^{re.escape(message)}$"):
         loading.load(Group(ALONE), config(gpt2, kv_cache_tokens=15))
+
+
+def test_a_cache_of_an_absurd_size(gpt2: Path) -> None:
+    with pytest.raises(LoadError, match=r"a key/value cache of \d+ tokens needs .* GB on cpu, which cannot be had"):
+        loading.load(Group(ALONE), config(gpt2, kv_cache_tokens=10**19))
+
+
+class Peers(Group):
+    """Two ranks, of which the other one says how many tokens it holds, and gets what is handed out."""
+
+    def __init__(self, answers: int = 0) -> None:
+        super().__init__(ALONE)
+        self.answers = answers
+        self.handed_out: list[list[bytes]] = []
+
+    def hand_out(self, key: str, values: Sequence[bytes]) -> None:
+        self.handed_out.append(list(values))
+
+    def wait_for_all(self, key: str, value: object, timeout_s: float = 1.0) -> list[Any]:
+        return [value, self.answers if key == "slots" else None]
+
+
+def test_whatever_stops_the_tracing_the_other_ranks_hear_of_it(gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_process(*_: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(loading.tracer, "trace_stages", no_process)
+    group = Peers()
+    with pytest.raises(LoadError, match=r"rank 0: .*temporarily unavailable"):
+        loading.load(group, config(gpt2))
+    assert group.handed_out == [[b""]]
+
+
+def test_new_ranks_with_a_smaller_cache_are_not_used(gpt2: Path) -> None:
+    loaded = loading.load(Group(ALONE), config(gpt2, kv_cache_tokens=64))
+    with pytest.raises(LoadError, match="a rank holds 48 tokens in its cache now, not 64 as before"):
+        loading.rejoin(loaded, Peers(48), config(gpt2))
+
+
+def test_pages_of_files_are_no_memory_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, content in {
+        "memory.max": "1000000",
+        "memory.current": "990000",
+        "memory.stat": "anon 90000\nfile 900000\nactive_file 300000\ninactive_file 500000\n",
+    }.items():
+        (tmp_path / name).write_text(content)
+    monkeypatch.setattr(loading, "_CGROUP", tmp_path)
+    assert loading._free_bytes(torch.device("cpu")) == 10_000 + 800_000
+    (tmp_path / "memory.stat").unlink()
+    assert loading._free_bytes(torch.device("cpu")) == 10_000
 
 
 def test_a_failed_load_names_rank_and_reason(gpt2: Path, tmp_path: Path) -> None:

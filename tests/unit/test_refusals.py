@@ -42,6 +42,15 @@ def test_refused(model_type: str, options: dict[str, Any], reason: str) -> None:
         tracing.trace(config, torch.float32)
 
 
+@pytest.mark.parametrize("quantization", [{"quant_method": "fp8"}, {"bits": 4}])
+def test_quantised_weights(quantization: dict[str, Any]) -> None:
+    config = AutoConfig.for_model("llama", **GQA, quantization_config=quantization)
+    with pytest.raises(
+        UnsupportedModelError, match=r"^llama: the checkpoint is quantised \((fp8|None)\); only float32"
+    ):
+        tracing.trace(config, torch.float32)
+
+
 def test_a_window_that_no_layer_is_told_of() -> None:
     config = AutoConfig.for_model("llama", **GQA)
     config.layer_types = ["full_attention", "sliding_attention"]

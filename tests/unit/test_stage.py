@@ -158,6 +158,19 @@ def test_a_tensor_that_is_nowhere(checkpoints: Checkpoints, tmp_path: Path) -> N
         Pipeline(directory, [2, 2])
 
 
+def test_a_head_that_differs_from_the_embedding_it_is_tied_to(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    source = checkpoints("llama", layers=4, head="tied-present", shard_bytes=None)
+    directory = copy_checkpoint(source, tmp_path / "copy")
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] + 1
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="are one weight in the model, but differ here; if it was trained with"):
+        Pipeline(directory, [2, 2])
+
+
 def test_a_tensor_of_another_shape(checkpoints: Checkpoints, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 

@@ -181,11 +181,14 @@ def test_a_damaged_config(tmp_path: Path, text: str) -> None:
         ({"n_positions": 9}, 9),
         ({"max_seq_len": 11}, 11),
         ({"max_position_embeddings": None, "seq_length": 13}, 13),
+        ({"max_position_embeddings": None, "max_target_positions": 15}, 15),
+        ({"text": {"max_position_embeddings": 17}}, 17),
         ({"max_position_embeddings": -1}, None),
         ({}, None),
     ],
 )
 def test_the_window_under_any_of_its_names(checkpoints: Checkpoints, config: dict, window: int | None) -> None:
     model = traced(checkpoints("gpt2", layers=4))
-    model.config = SimpleNamespace(**config)
+    text_config = SimpleNamespace(**config.pop("text", config))
+    model.config = SimpleNamespace(**config, get_text_config=lambda: text_config)
     assert model.max_positions == window

@@ -173,6 +173,43 @@ def test_a_bin_file_of_the_old_format(tmp_path: Path) -> None:
     assert target.tolist() == [1, 1, 1]
 
 
+def test_a_file_of_the_old_format_is_read_once_not_for_every_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {name: torch.randn(64, 40_000) for name in "ab"}
+    torch.save(values, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    checkpoint = Checkpoint(str(tmp_path))
+    loads, load = [], torch.load
+    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: loads.append(kwargs) or load(*args, **kwargs))
+    for name, value in values.items():
+        target = torch.zeros(64, 40_000)
+        checkpoint.read_into(name, target)
+        assert torch.equal(target, value)
+    assert len([kwargs for kwargs in loads if not kwargs.get("mmap")]) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8])
+def test_quantised_values_are_no_weights(tmp_path: Path, dtype: torch.dtype) -> None:
+    save_file({"a": torch.ones(3).to(dtype)}, tmp_path / "model.safetensors")
+    message = f"model.safetensors: cannot read tensor 'a': its dtype is {dtype}, as of a quantised weight"
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        Checkpoint(str(tmp_path)).read_into("a", torch.zeros(3))
+
+
+def test_two_copies_of_one_weight(tmp_path: Path) -> None:
+    value = torch.randn(300, 8000)  # more than one piece
+    changed = value.clone()
+    changed[-1, -1] += 1
+    tensors = {"one": value, "two": value.clone(), "changed": changed, "short": value[:1].clone()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(str(tmp_path))
+    assert checkpoint.find_equal(["none", "two", "one"], "model") == "two"
+    assert checkpoint.find_equal(["none"], "model") is None
+    for other in ("changed", "short"):
+        with pytest.raises(CheckpointError, match=f"'one' and '{other}' are one weight in the model, but differ here"):
+            checkpoint.find_equal(["one", other], "model")
+
+
 def test_a_wrong_shape(damaged: Path) -> None:
     file = shard_of(damaged, NAME)
     message = f"{file.name}: tensor '{NAME}' has shape [96, 64], the model needs [96, 65]"
