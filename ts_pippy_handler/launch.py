@@ -60,15 +60,7 @@ def start_spawned(config: ServingConfig, num_stages: int, options: SpawnOptions 
     options = options or SpawnOptions()
     process.share_memory_arena()
     loading.check_early(config, num_stages)
-    job = json.dumps(
-        {
-            "config": config.model_dump(exclude_none=True),
-            "show_progress": options.show_progress,
-            "log_level": options.log_level,
-        }
-    )
-    spawner = _Spawner(config, num_stages, job, options)
-    return spawner.start()
+    return _Spawner(config, num_stages, options).start()
 
 
 def start_joined(config: ServingConfig, group: ranks.Group) -> Engine | None:
@@ -123,10 +115,9 @@ def _written(model_path: str, key: str) -> Iterator[Any]:
 class _Spawner:
     """Starts the children, watches them, and starts them anew when one is lost."""
 
-    def __init__(self, config: ServingConfig, num_stages: int, job: str, options: SpawnOptions) -> None:
+    def __init__(self, config: ServingConfig, num_stages: int, options: SpawnOptions) -> None:
         self._config = config
         self._num_stages = num_stages
-        self._job = job
         self._options = options
         self._revivals: list[float] = []
         self._engine: Engine | None = None
@@ -145,12 +136,12 @@ class _Spawner:
         return engine
 
     def _spawn(self, kv_cache_tokens: int | None = None) -> ranks.Group:
-        job = json.loads(self._job)
-        if kv_cache_tokens is not None:  # as many as the other ranks have, whatever memory is free by now
-            job["config"].setdefault("pippy", {})["kv_cache_tokens"] = kv_cache_tokens
-        return ranks.spawn_peers(
-            self._num_stages, self._config.pippy, json.dumps(job), self._options.stdout, next(_generations)
-        )
+        settings = self._config.model_dump(exclude_none=True)
+        if kv_cache_tokens is not None:  # as many as rank 0 has, whatever memory is free by now
+            settings["pippy"]["kv_cache_tokens"] = kv_cache_tokens
+        options = self._options
+        job = json.dumps({"config": settings, "show_progress": options.show_progress, "log_level": options.log_level})
+        return ranks.spawn_peers(self._num_stages, self._config.pippy, job, options.stdout, next(_generations))
 
     def _revive(self, error: PipelineError) -> LoadedRank:
         assert self._engine is not None

@@ -237,7 +237,6 @@ def _load_tensors(
     packed: Mapping[str, PackedWeight],
     progress: Callable[[int], None],
 ) -> None:
-    prefix = traced.base_model_prefix
     buffers = list(graph.module.named_buffers())
     aliases = traced.aliases
     # Weights are read here on their way to their packed form. Memory of their own for each would leave gaps between
@@ -260,15 +259,20 @@ def _load_tensors(
         progress(template.nbytes)
     for key, buffer in buffers:
         name = graph.tensors.get(key, key)
-        _set(graph.module, key, _buffer_value(name, buffer, traced, checkpoint, prefix).to(device))
+        _set(graph.module, key, _buffer_value(name, buffer, aliases, traced, checkpoint).to(device))
 
 
 def _buffer_value(
-    name: str, buffer: torch.Tensor, traced: ModelFacts | TracedModel, checkpoint: Checkpoint, prefix: str
+    name: str,
+    buffer: torch.Tensor,
+    aliases: Mapping[str, list[str]],
+    traced: ModelFacts | TracedModel,
+    checkpoint: Checkpoint,
 ) -> torch.Tensor:
     """Return a buffer from the checkpoint if it is saved there, else as the model's code computes it."""
     computed = traced.buffers.get(name, buffer)
-    found = checkpoint.find(traced.aliases[name], prefix) if name in traced.persistent_buffers else None
+    is_saved = name in traced.persistent_buffers
+    found = checkpoint.find(aliases[name], traced.base_model_prefix) if is_saved else None
     if found is not None:
         checkpoint.check_shape(found, buffer.shape)
         value = torch.empty(buffer.shape, dtype=buffer.dtype)

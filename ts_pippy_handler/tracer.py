@@ -7,7 +7,6 @@ stages, or the reason why there are none, to standard output. Knows nothing of r
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -72,13 +71,12 @@ def main() -> None:
     process.leave_interrupts_to_parent()
     job = json.load(sys.stdin)
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries in C print must not end up in the answer either
+    os.dup2(2, 1)  # what libraries print must not end up in the answer
     answer: dict[str, object]
-    with contextlib.redirect_stdout(sys.stderr):
-        try:
-            answer = {"stages": _trace(load_config(job["config"]), job["num_stages"])}
-        except LoadError as error:
-            answer = {"error": str(error), "kind": type(error).__name__}
+    try:
+        answer = {"stages": _trace(load_config(job["config"]), job["num_stages"])}
+    except LoadError as error:
+        answer = {"error": str(error), "kind": type(error).__name__}
     with answers:
         answers.write(msgspec.msgpack.encode(answer))
 

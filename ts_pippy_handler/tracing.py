@@ -151,10 +151,11 @@ class TracedModel:
     @property
     def aliases(self) -> dict[str, list[str]]:
         """All names of each parameter and saved buffer: a checkpoint may hold any one. Tied weights have several."""
+        renamed = self.conversions.renamed
         names: dict[int, list[str]] = {}
         for name, parameter in self.parameters.items():
-            names.setdefault(id(parameter), []).extend([name, *self.conversions.renamed.get(name, ())])
-        of_buffers = {name: [name, *self.conversions.renamed.get(name, ())] for name in self.persistent_buffers}
+            names.setdefault(id(parameter), []).extend([name, *renamed.get(name, ())])
+        of_buffers = {name: [name, *renamed.get(name, ())] for name in self.persistent_buffers}
         return of_buffers | {name: names[id(parameter)] for name, parameter in self.parameters.items()}
 
     @property

