@@ -49,6 +49,7 @@ def attention_op(
     window: int,
     softcap: float,
     bias_scale: float,
+    wide_bias: bool,
 ) -> torch.Tensor:
     """Stand for one attention call in a traced graph; stages replace it before anything runs."""
     raise NotImplementedError("ts_pippy::attention is replaced by CachedAttention before a stage runs")
@@ -66,6 +67,7 @@ def _attention_shape(
     window: int,
     softcap: float,
     bias_scale: float,
+    wide_bias: bool,
 ) -> torch.Tensor:
     return like_attended(query_1HTD, value_1GTD)
 
@@ -103,7 +105,7 @@ def _route(
         raise UnsupportedModelError(f"{type(module).__name__} does not know its layer index")
     scale = float(scaling) if scaling is not None else float(query.shape[-1]) ** -0.5
     window = int(sliding_window or 0)
-    return attention_op(query, key, value, s_aux, None, layer, scale, window, float(softcap or 0.0), 1.0), None
+    return attention_op(query, key, value, s_aux, None, layer, scale, window, float(softcap or 0.0), 1.0, False), None
 
 
 def register_attention() -> None:
@@ -137,6 +139,8 @@ class AttentionSpec:
     """Bound of ``softcap * tanh(score / softcap)``; 0 for none."""
     bias_scale: float = 1.0
     """Factor of the linear bias ``slope * position`` (ALiBi), where a layer has slopes."""
+    wide_bias: bool = False
+    """Whether the bias stays float32, and so do the scores it is added to, when the model computes in less."""
 
     @property
     def values_per_token(self) -> int:
@@ -309,11 +313,15 @@ class CachedAttention(torch.nn.Module):
         # Tokens before this one are outside every row's window, so they need not be read.
         first = max(segment.num_cached + 1 - spec.window, 0) if spec.window else 0
         key_1GLD, value_1GLD = segment.read(self._cache, self._index, first)
-        if spec.softcap or sinks_H is not None:
-            mask_tL = segment.mask(first, spec.window)
-            return self._attend_eagerly(mask_tL, query_1HtD, key_1GLD, value_1GLD, sinks_H)[0].transpose(0, 1)
+        bias_1HtL = None
         if slopes_H is not None:
             bias_1HtL = self._bias(segment, first, slopes_H, query_1HtD.dtype)
+        is_wider = bias_1HtL is not None and bias_1HtL.dtype != query_1HtD.dtype
+        if spec.softcap or sinks_H is not None or is_wider:
+            mask_tL = segment.mask(first, spec.window)
+            attended_1HtD = self._attend_eagerly(mask_tL, query_1HtD, key_1GLD, value_1GLD, sinks_H, bias_1HtL)
+            return attended_1HtD[0].transpose(0, 1)
+        if bias_1HtL is not None:
             attended_1HtD = F.scaled_dot_product_attention(
                 query_1HtD, key_1GLD, value_1GLD, attn_mask=bias_1HtL, scale=spec.scale, enable_gqa=self._group > 1
             )
@@ -338,11 +346,13 @@ class CachedAttention(torch.nn.Module):
     def _bias(self, segment: SegmentPlan, first: int, slopes_H: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return what is added to the scores: slope times position (ALiBi), and -inf where a row may not attend.
 
-        The product is rounded to the dtype of the slopes, as the models' own code does. Position counts from the
-        beginning of the text: what all scores of a row have in common does not change their softmax.
+        The product is rounded to the dtype of the slopes and, unless the bias is wide, to that of the scores, as the
+        models' own code does. Position counts from the beginning of the text: what all scores of a row have in common
+        does not change their softmax.
         """
         position_L = torch.arange(first, segment.context_len, device=slopes_H.device)
-        bias_H1L = (slopes_H[:, None, None] * position_L).to(dtype) * self.spec.bias_scale
+        bias_dtype = torch.promote_types(dtype, torch.float32) if self.spec.wide_bias else dtype
+        bias_H1L = (slopes_H[:, None, None] * position_L).to(bias_dtype) * self.spec.bias_scale
         return bias_H1L.masked_fill(~segment.mask(first, self.spec.window), -torch.inf)[None]
 
     def _attend_eagerly(
@@ -352,13 +362,19 @@ class CachedAttention(torch.nn.Module):
         key_1GLD: torch.Tensor,
         value_1GLD: torch.Tensor,
         sinks_H: torch.Tensor | None,
+        bias_1HtL: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attention with capped scores or sinks, which torch's fused kernels do not offer; softmax in float32."""
+        """Attention with capped scores, sinks or a wide bias, which torch's fused kernels do not offer.
+
+        The softmax is computed in float32.
+        """
         spec = self.spec
         group = self._group
         scores = query_1HtD @ key_1GLD.repeat_interleave(group, 1).transpose(2, 3) * spec.scale
         if spec.softcap:
             scores = torch.tanh(scores / spec.softcap) * spec.softcap
+        if bias_1HtL is not None:
+            scores = scores + bias_1HtL
         scores = scores.masked_fill(~mask_tL, torch.finfo(scores.dtype).min)
         if sinks_H is not None:
             sinks = sinks_H.reshape(1, -1, 1, 1).expand(1, spec.num_heads, scores.shape[2], 1)

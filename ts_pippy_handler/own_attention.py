@@ -111,7 +111,7 @@ def _gpt_neo(module: Any) -> Callable[..., Any]:
 
 
 def _mpt(module: Any) -> Callable[..., Any]:
-    """MPT: as BLOOM, with other slopes and the three projections side by side."""
+    """MPT: as BLOOM, with other slopes, a bias that stays float32, and the three projections side by side."""
     from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
     # MPT's bias counts back from 0 at the last position, so at the one before it is minus the slope.
@@ -124,7 +124,8 @@ def _mpt(module: Any) -> Callable[..., Any]:
         query, key, value = (
             each.unflatten(-1, (self.n_heads, self.head_dim)).transpose(1, 2) for each in mixed.chunk(3, dim=2)
         )
-        return self.out_proj(_attend(self, self.layer_idx, query, key, value, self.softmax_scale)), None
+        attended = _attend(self, self.layer_idx, query, key, value, self.softmax_scale, wide_bias=True)
+        return self.out_proj(attended), None
 
     return forward
 
@@ -151,10 +152,11 @@ def _attend(
     *,
     window: int = 0,
     bias_scale: float = 1.0,
+    wide_bias: bool = False,
 ) -> torch.Tensor:
     """Return the attended values of all heads side by side, [1, T, H * D]."""
     slopes_H = getattr(module, _SLOPES, None)
     attended_1THD: torch.Tensor = attention_op(
-        query_1HTD, key_1GTD, value_1GTD, None, slopes_H, layer, scale, window, 0.0, bias_scale
+        query_1HTD, key_1GTD, value_1GTD, None, slopes_H, layer, scale, window, 0.0, bias_scale, wide_bias
     )
     return attended_1THD.flatten(2)

@@ -67,11 +67,6 @@ class Stage:
         self._min_rows = 0
 
     @property
-    def is_first(self) -> bool:
-        """Whether the stage embeds the tokens."""
-        return self.graph.index == 0
-
-    @property
     def is_last(self) -> bool:
         """Whether the stage computes the logits."""
         return self.graph.index == self.graph.num_stages - 1

@@ -464,7 +464,7 @@ def _layer_index(node: fx.Node, container: str) -> int | None:
 
 def attention_spec(node: fx.Node) -> AttentionSpec:
     """Return what an attention call needs to run."""
-    query, key, value, _, _, layer, scale, window, softcap, bias_scale = node.args
+    query, key, value, _, _, layer, scale, window, softcap, bias_scale, wide_bias = node.args
 
     def dim(tensor: Any, index: int) -> int:
         size = tensor.meta[SHAPE][0][index]
@@ -482,6 +482,7 @@ def attention_spec(node: fx.Node) -> AttentionSpec:
         window=int(window),  # type: ignore[arg-type]
         softcap=float(softcap),  # type: ignore[arg-type]
         bias_scale=float(bias_scale),  # type: ignore[arg-type]
+        wide_bias=bool(wide_bias),
     )
 
 

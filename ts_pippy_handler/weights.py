@@ -53,9 +53,6 @@ class Checkpoint:
         self._shapes: dict[Path, dict[str, list[int]]] = {}
         self._read: tuple[Path, dict[str, Any]] | None = None
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._files
-
     @property
     def names(self) -> list[str]:
         """Names of all tensors."""

@@ -43,9 +43,15 @@ class Pipeline:
     """The stages of a checkpoint, with a cache."""
 
     def __init__(
-        self, directory: Path, layers_per_stage: Sequence[int], *, num_slots: int = 128, pack_weights: bool = True
+        self,
+        directory: Path,
+        layers_per_stage: Sequence[int],
+        *,
+        num_slots: int = 128,
+        pack_weights: bool = True,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
-        model = traced(directory)
+        model = traced(directory, dtype)
         checkpoint = Checkpoint(str(directory))
         model.ask_checkpoint(checkpoint)
         graphs = splitting.split(model, layers_per_stage)

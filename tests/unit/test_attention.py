@@ -152,6 +152,25 @@ def test_bfloat16_stays_bfloat16() -> None:
     torch.testing.assert_close(output[0].double(), reference(s, sequence), rtol=0.1, atol=0.1)
 
 
+@pytest.mark.parametrize("wide", [True, False])
+def test_a_wide_bias_is_not_rounded_beside_narrow_scores(wide: bool) -> None:
+    length = 700
+    s = spec(num_heads=1, num_kv_heads=1, wide_bias=wide)
+    sequence = Sequence(s, length, [(0, length)], 0)
+    rounded = Sequence(s, length, [(0, length)], 0)
+    inputs = [tensor.bfloat16() for tensor in (sequence.query, sequence.key, sequence.value)]
+    rounded.query, rounded.key, rounded.value = (tensor.float() for tensor in inputs)
+    slopes = torch.tensor([0.25])
+    attention = CachedAttention(s, plan := AttentionPlan())
+    allocate_caches([attention], length, torch.bfloat16, CPU)
+    plan.prepare([Segment(length, 0, [(0, length)])], CPU)
+    output = attention(*(tensor[None] for tensor in inputs), None, slopes)
+    assert output.dtype == torch.bfloat16
+    error = (output[0].double() - reference(s, rounded, None, slopes)).abs().mean()
+    # Unless it is wide, 0.25 * 699 is rounded to a multiple of 1: neighbours are told apart by less than that.
+    assert (error < 0.02) == wide, error
+
+
 def test_new_tokens_go_to_the_slots_behind_the_cached_ones() -> None:
     plan = AttentionPlan()
     plan.prepare([Segment(5, 3, [(10, 4), (2, 4)]), Segment(1, 0, [(30, 4)]), Segment(2, 8, [(50, 8), (40, 8)])], CPU)
@@ -165,7 +184,7 @@ def test_values_cached_for_each_token() -> None:
 def test_the_operator_itself_must_not_run() -> None:
     query = torch.zeros(1, 4, 3, 8)
     with pytest.raises(NotImplementedError, match="replaced by CachedAttention before a stage runs"):
-        attention_op(query, query, query, None, None, 0, 1.0, 0, 0.0, 1.0)
+        attention_op(query, query, query, None, None, 0, 1.0, 0, 0.0, 1.0, False)
 
 
 class FakeAttention(torch.nn.Module):
@@ -201,6 +220,6 @@ def test_arguments_reach_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     query, sinks = torch.zeros(1, 4, 3, 16), torch.zeros(4)
     _route(FakeAttention(), query, query, query, None, dropout=0.0, position_ids=None)
     _route(FakeAttention(), query, query, query, None, 0.7, sliding_window=9, softcap=30.0, s_aux=sinks)
-    assert seen[0][3:] == (None, None, 3, 0.25, 0, 0.0, 1.0)
+    assert seen[0][3:] == (None, None, 3, 0.25, 0, 0.0, 1.0, False)
     assert seen[1][3] is sinks
-    assert seen[1][4:] == (None, 3, 0.7, 9, 30.0, 1.0)
+    assert seen[1][4:] == (None, 3, 0.7, 9, 30.0, 1.0, False)

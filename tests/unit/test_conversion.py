@@ -35,7 +35,7 @@ def rewritten(source: Path, target: Path, change) -> Path:
 def test_experts_stored_one_by_one(mixtral: Path) -> None:
     checkpoint = Checkpoint(str(mixtral))
     name = "model.layers.2.mlp.experts.gate_up_proj"
-    assert name not in checkpoint
+    assert name not in checkpoint.names
     found = conversion.plan(traced(mixtral).model, checkpoint)
     own = found.converted[name]
     assert len(own.sources) == 8

@@ -53,26 +53,26 @@ def test_every_layout_gives_the_same_tensors(checkpoints: Checkpoints, layout: s
     assert (directory / entry).is_file()
     checkpoint = Checkpoint(str(directory))
     for name, expected in truth(checkpoints).items():
-        assert name in checkpoint
+        assert name in checkpoint.names
         read = torch.full(expected.shape, torch.nan)
         checkpoint.read_into(name, read)
         assert torch.equal(read, expected)
-    assert "no.such.tensor" not in checkpoint
+    assert "no.such.tensor" not in checkpoint.names
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_file_may_be_named(checkpoints: Checkpoints, layout: str) -> None:
     options, entry = LAYOUTS[layout]
-    assert NAME in Checkpoint(str(checkpoints("llama", layers=2, **options)), entry)
+    assert NAME in Checkpoint(str(checkpoints("llama", layers=2, **options)), entry).names
 
 
 def test_a_file_of_another_name_is_found_when_it_is_the_only_one(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "weights.safetensors")
-    assert "a" in Checkpoint(str(tmp_path))
+    assert "a" in Checkpoint(str(tmp_path)).names
     save_file({"b": torch.ones(2)}, tmp_path / "more.safetensors")
     with pytest.raises(CheckpointError, match=r"no weights found; looked for model\.safetensors\.index\.json, "):
         Checkpoint(str(tmp_path))
-    assert "b" in Checkpoint(str(tmp_path), "more.safetensors")
+    assert "b" in Checkpoint(str(tmp_path), "more.safetensors").names
 
 
 def test_values_are_converted_to_the_target(tmp_path: Path) -> None:
