@@ -152,6 +152,9 @@ class HandlerConfig(BaseModel):
     """Stop strings of one request; more are refused with status 400."""
     max_choices: Int = Field(32, ge=1, le=128)
     """Continuations of one prompt (``n``); more are refused with status 400."""
+    max_response_size: Int = Field(6_553_500, ge=65_536)
+    """Bytes of an answer; the same as ``max_response_size`` of TorchServe's config.properties, which a handler is not
+    told. TorchServe ends a worker that sends more, so a larger answer is replaced by an error with status 400."""
     grpc_streaming: bool = False
     """Whether gRPC clients may stream (in spawn mode). The frontend does not say which call a request came by, and a
     stream as the answer to ``Predictions`` instead of ``StreamPredictions`` ends the worker: allow it to clients that

@@ -17,6 +17,9 @@ Knows nothing of TorchServe: the handlers turn these into responses.
 
 from __future__ import annotations
 
+_MOST_CHARS = 1_000
+"""Of a message that is sent: what a client wrote may be megabytes, and must not come back to it as such."""
+
 
 class PippyError(Exception):
     """Base of all errors of this package; its text is fit to be shown to a user."""
@@ -26,9 +29,15 @@ class PippyError(Exception):
     code = "internal"
     """Stable machine-readable name, sent as ``error.code``."""
 
+    @property
+    def message(self) -> str:
+        """The text as clients get it: without what would make it very long."""
+        text = str(self)
+        return text if len(text) <= _MOST_CHARS else text[: _MOST_CHARS - 1] + "…"
+
     def as_dict(self) -> dict[str, dict[str, str]]:
         """Return the JSON body of an error response."""
-        return {"error": {"code": self.code, "message": str(self)}}
+        return {"error": {"code": self.code, "message": self.message}}
 
 
 class LoadError(PippyError):

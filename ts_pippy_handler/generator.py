@@ -100,6 +100,11 @@ class Generator:
         self._config = config
         self._defaults = Defaults.load(config.model_path)
 
+    @property
+    def max_response_size(self) -> int:
+        """Bytes that can be sent at once."""
+        return self._config.max_response_size
+
     def submit(self, prompt: Prompt, wishes: Wishes) -> Completion:
         """Start continuing a prompt; as :meth:`submit_all` for one."""
         return self.submit_all([prompt], wishes)[0]

@@ -19,7 +19,7 @@ from ts_pippy_handler.text import HALF_CHARACTER, TextStream, Tokenizer
 def error_body(error: PippyError) -> dict[str, Any]:
     """Return an error as OpenAI's clients read it."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
-    return {"error": {"message": str(error), "type": kind, "code": error.code, "param": None}}
+    return {"error": {"message": error.message, "type": kind, "code": error.code, "param": None}}
 
 
 class OpenAIFormat:

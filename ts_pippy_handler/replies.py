@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ts_pippy_handler.completion import Answer, Completion, Progress
-from ts_pippy_handler.errors import PippyError
+from ts_pippy_handler.errors import InvalidRequestError, PippyError
 from ts_pippy_handler.generator import Generator, Prompt, Wishes
 
 JSON = "application/json"
@@ -65,8 +65,7 @@ class Call:
 class Output:
     """Something to send."""
 
-    body: Any
-    """Text, or an object that the frontend's encoder turns into JSON."""
+    body: str
     content_type: str = JSON
     status: int = 200
     is_chunk: bool = False
@@ -124,14 +123,30 @@ class Reply:
     def _whole(self) -> Output:
         try:
             body, content_type = self._call.format.whole(self.completions)
+            output = Output(body=body if isinstance(body, str) else json.dumps(body), content_type=content_type)
+            self._check_size(output)
         except PippyError as error:
             return failure(error, self._call.format.error(error))
-        return Output(body=body, content_type=content_type)
+        return output
+
+    def _check_size(self, output: Output) -> None:
+        """Refuse to send what would end the worker.
+
+        Raises:
+            InvalidRequestError: Saying how large the answer is and how large it may be.
+        """
+        size, most = len(output.body.encode()), self._generator.max_response_size
+        if size > most:
+            raise InvalidRequestError(
+                f"the answer has {size} bytes, but at most {most} can be sent (handler.max_response_size); "
+                "ask for fewer prompts, choices, tokens or logprobs at once"
+            )
 
     def _next_chunk(self) -> Output | None:
         form = self._call.format
         try:
             pieces = [self._piece(number, each) for number, each in enumerate(self.completions)]
+            self._check_size(self._chunk("".join(pieces), is_last=False))
         except PippyError as error:
             self.cancel()
             if not self._has_begun:
@@ -164,7 +179,7 @@ class Reply:
 
 def failure(error: PippyError, body: dict[str, Any]) -> Output:
     """Return the output that tells an error instead of an answer, in the client's format."""
-    return Output(body=body, status=error.status)
+    return Output(body=json.dumps(body), status=error.status)
 
 
 def usage(completions: Sequence[Completion], num_choices: int = 1) -> dict[str, int]:

@@ -8,6 +8,7 @@ batching, as a coroutine under asynchronous communication. Errors belong to one 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import threading
 import time
@@ -118,12 +119,12 @@ class TextGenerationHandler(BasePippyHandler):
         path = _header(context, index, "url_path").strip("/")
         try:
             if path.startswith("v1/models"):
-                return _Answered(Output(body=self._models(path)))
+                return _Answered(Output(body=json.dumps(self._models(path))))
             if path == "v1/health":
                 health = self.generator.engine.health()
-                return _Answered(Output(body=health, status=200 if health["ready"] else 503))
+                return _Answered(Output(body=json.dumps(health), status=200 if health["ready"] else 503))
             if path == "v1/cancel":
-                return _Answered(Output(body=self._cancel(openai.cancelled_id(item))))
+                return _Answered(Output(body=json.dumps(self._cancel(openai.cancelled_id(item)))))
             call = self._call(path, item, context, index)
             if call.is_stream:
                 self._check_can_stream(is_grpc=is_grpc(context, index))
@@ -264,7 +265,7 @@ def _wait(reply: Reply | _Answered) -> Output:
     return output
 
 
-def _write(output: Output, context: Any, index: int) -> Any:
+def _write(output: Output, context: Any, index: int) -> str:
     """Set status and headers of item ``index`` and return its body."""
     context.set_response_content_type(index, output.content_type)
     if output.status != 200:

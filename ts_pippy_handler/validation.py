@@ -13,11 +13,15 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 _SHOWN_CHARS = 200
+_SHOWN_FINDINGS = 8
 
 
 def show(value: object) -> str:
     """Return ``repr(value)`` cut to a length fit for an error message."""
-    text = repr(value)
+    return _cut(repr(value))
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "…"
 
 
@@ -38,11 +42,15 @@ def describe_errors(error: ValidationError, model: type[BaseModel], values: Mapp
         prefix: Path put before each field, for instance ``"handler"``.
     """
     lines: dict[str, str] = {}
+    rest = ""
     for item in error.errors(include_url=False):
-        path = ".".join(str(part) for part in (prefix, *item["loc"][:1]) if part != "")
+        path = _cut(".".join(str(part) for part in (prefix, *item["loc"][:1]) if part != ""))
+        if len(lines) == _SHOWN_FINDINGS and path not in lines:
+            rest = "; and more"
+            break
         # A field that may be several things has a finding for each; one sentence says it all.
         lines.setdefault(path, _describe(item, model, values))
-    return "; ".join(f"{path}: {line}" if path else line for path, line in lines.items())
+    return "; ".join(f"{path}: {line}" if path else line for path, line in lines.items()) + rest
 
 
 def _describe(item: Mapping[str, Any], model: type[BaseModel], values: Mapping[str, Any]) -> str:

@@ -49,6 +49,7 @@ GOOD_HANDLER: dict[str, list[Any]] = {
     "request_timeout": [0.5, 600, 1e6, None],
     "max_stop_strings": [0, 64],
     "max_choices": [1, 128],
+    "max_response_size": [65_536, 10**9],
     "grpc_streaming": [True, False],
     "trust_remote_code": [True, False],
 }
@@ -100,6 +101,7 @@ BAD_HANDLER: list[tuple[str, Any, str]] = [
     ("request_timeout", 0, "handler.request_timeout: must be a number, above 0, got 0"),
     ("max_stop_strings", -1, "handler.max_stop_strings: must be a whole number, at least 0 and at most 64, got -1"),
     ("max_choices", 0, "handler.max_choices: must be a whole number, at least 1 and at most 128, got 0"),
+    ("max_response_size", 1, "handler.max_response_size: must be a whole number, at least 65536, got 1"),
     ("grpc_streaming", "maybe", "handler.grpc_streaming: must be true or false, got 'maybe'"),
     ("manual_seed", -1, "handler.manual_seed: must be a whole number, at least 0 and .*, got -1"),
     ("manual_seed", 2**63, f"handler.manual_seed: must be a whole number, .*below {2**63}, got {2**63}"),

@@ -35,3 +35,9 @@ def test_status_code_and_body(kind: type[errors.PippyError]) -> None:
     assert kind("went wrong").as_dict() == {"error": {"code": code, "message": "went wrong"}}
     line = next(line for line in (errors.__doc__ or "").splitlines() if f"{kind.__name__} " in line)
     assert line.split()[line.split().index(kind.__name__) + 1 :][:2] == [str(status), code]
+
+
+def test_a_message_that_is_sent_is_never_long() -> None:
+    error = errors.InvalidRequestError("x" * 10_000_000)
+    assert error.message == "x" * 999 + "…"
+    assert error.as_dict()["error"]["message"] == error.message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 import time
 from pathlib import Path
@@ -42,10 +43,10 @@ class Answering(FakeEngine):
         return number
 
 
-def make(model_dir: Path, engine: FakeEngine, mode: str = "batch") -> TextGenerationHandler:
+def make(model_dir: Path, engine: FakeEngine, mode: str = "batch", **settings: Any) -> TextGenerationHandler:
     """Return a handler as ``initialize`` leaves it on rank 0."""
     handler = TextGenerationHandler()
-    config = HandlerConfig(model_path=str(model_dir), max_new_tokens=4)
+    config = HandlerConfig(model_path=str(model_dir), max_new_tokens=4, **settings)
     handler.generator = Generator(engine, Tokenizer(byte_tokenizer()), config)  # type: ignore[arg-type]
     handler._is_async = mode == "async"
     handler._is_continuous = mode == "continuous"
@@ -58,8 +59,15 @@ def context(num: int) -> FakeContext:
 
 
 def call(handler: TextGenerationHandler, data: list[dict[str, Any]], ctx: FakeContext) -> list[Any]:
-    answers = handler.handle(data, ctx)
-    return asyncio.run(answers) if asyncio.iscoroutine(answers) else answers  # type: ignore[return-value]
+    """Return what a client reads: JSON where the answer says that it is."""
+    answers: Any = handler.handle(data, ctx)
+    if asyncio.iscoroutine(answers):
+        answers = asyncio.run(answers)
+    return [read(answer, ctx, index) for index, answer in enumerate(answers)]
+
+
+def read(answer: str, ctx: FakeContext, index: int = 0) -> Any:
+    return json.loads(answer) if ctx.content_types.get(index) == "application/json" else answer
 
 
 def body(prompt: str, num: int) -> dict[str, Any]:
@@ -138,6 +146,20 @@ def test_several_prompts_give_a_list(model_dir: Path) -> None:
     assert answers == [[body("ab", 2), body("c", 2)]]
 
 
+@pytest.mark.parametrize("mode", ["batch", "continuous", "async"])
+def test_an_answer_too_large_to_send_becomes_an_error(model_dir: Path, mode: str) -> None:
+    large = {"body": {"prompt": ["ab"] * 256, "max_new_tokens": 10, "logprobs": 20}}
+    ctx = context(3)
+    handler = make(model_dir, Answering(), mode, max_response_size=100_000)
+    answers = call(handler, [GOOD, large, GOOD], ctx)
+    assert answers[0] == answers[2] == body("ab", 3)
+    message = answers[1]["error"]["message"]
+    assert re.match(
+        r"the answer has \d{7} bytes, but at most 100000 can be sent \(handler.max_response_size\)", message
+    )
+    assert ctx.statuses == {1: (400, "Bad Request")}
+
+
 def test_json_is_recognised_by_its_content_type(model_dir: Path) -> None:
     ctx = context(3)
     sent = json.dumps(GOOD["body"]).encode()
@@ -179,7 +201,9 @@ def test_asynchronous_requests_do_not_wait_for_each_other(model_dir: Path) -> No
         threading.Thread(target=first).start()
         return await asyncio.wait_for(slow, 20), answer
 
-    assert asyncio.run(both()) == ([body("ab", 3)], [body("abc", 4)["text"]])
+    [whole], [text] = asyncio.run(both())
+    assert json.loads(whole) == body("ab", 3)
+    assert text == body("abc", 4)["text"]
 
 
 class Frontend:
@@ -206,7 +230,7 @@ class Frontend:
         for index in self.context.request_ids:
             end = self.context.stopping_criteria[index](answers[index])  # type: ignore[index]
             if end is None:
-                self.answers[names[index]] = answers[index]
+                self.answers[names[index]] = read(answers[index], self.context, index)
             else:
                 self.streams.setdefault(names[index], []).append(answers[index])
             if end is None or end:
@@ -338,6 +362,21 @@ def test_a_stream_arrives_in_pieces(model_dir: Path, monkeypatch: pytest.MonkeyP
     assert [each for line in lines for each in line.get("token_ids", [])] == whole["token_ids"]
     assert [line["finish_reason"] for line in lines if "finish_reason" in line] == ["length"]
     assert lines[-1] == {"usage": whole["usage"]}
+
+
+def test_a_stream_with_a_piece_too_large_to_send_ends_with_an_error(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_generation_handler, "_TURN_S", 0.001)
+    engine = FakeEngine()
+    frontend = Frontend(make(model_dir, engine, "continuous", max_response_size=70_000))
+    wanted = {"prompt": ["ab"] * 100, "max_new_tokens": 10, "logprobs": 20, "stream": True}
+    frontend.open["a"] = {"body": wanted}
+    frontend.turn()
+    engine.answer_all()
+    assert frontend.turn() == ["a"]
+    assert frontend.answers["a"]["error"]["code"] == "invalid_request"
+    assert set(engine.aborted) == set(range(100))
 
 
 def test_a_batch_cannot_stream(model_dir: Path) -> None:

@@ -80,3 +80,11 @@ def test_the_nearest_name() -> None:
     assert nearest("chunk", ["chunks", "split"]) == "did you mean 'chunks'?"
     assert nearest("qqq", ["split", "chunks"]) == "allowed: chunks, split"
     assert nearest(5, ["b", "a"]) == "allowed: a, b"
+
+
+def test_what_a_client_wrote_does_not_come_back_in_full() -> None:
+    line = described({f"field{number}": 1 for number in range(10_000)})
+    assert line.startswith("field0: unknown key (value 1); allowed: ")
+    assert line.endswith("; and more")
+    assert len(line) < 2_000
+    assert len(described({"x" * 1_000_000: "y" * 1_000_000})) < 1_000
