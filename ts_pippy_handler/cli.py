@@ -10,6 +10,7 @@ import argparse
 import json
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,10 +35,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(stream=sys.stderr, level="INFO" if options.debug else "WARNING", format="%(message)s")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         status: int = options.run(options)
+        sys.stdout.flush()
         return status
-    except PippyError as error:
+    except BrokenPipeError:  # whoever read the output has seen enough; Python must not try to write the rest
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except (PippyError, OSError) as error:
         if options.debug:
             raise
         print(f"ts-pippy: error: {error}", file=sys.stderr)
@@ -50,6 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("ts-pippy: interrupted", file=sys.stderr)
         return 130
+
+
+def _terminate(number: int, _frame: object) -> None:
+    """End as after an error, so that the other ranks are told and leave quietly."""
+    sys.exit(128 + number)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -235,8 +246,9 @@ def _print_answers(options: argparse.Namespace, answers: Sequence[Answer]) -> No
             }
             for answer in answers
         ]
-        print(json.dumps(items, ensure_ascii=False))
+        print(json.dumps(items))
         return
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     for answer in answers:
         print(answer.text if answer.text is not None else answer.token_ids)
 

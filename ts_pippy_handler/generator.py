@@ -5,18 +5,17 @@ The handlers and the command line use this; it knows no HTTP and no TorchServe.
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from ts_pippy_handler.completion import Completion
 from ts_pippy_handler.config import HandlerConfig
 from ts_pippy_handler.engine import Engine
-from ts_pippy_handler.errors import CheckpointError, InvalidRequestError, PippyError
-from ts_pippy_handler.request import SamplingParams, TokenEvent, check_sampling
+from ts_pippy_handler.errors import InvalidRequestError, PippyError
+from ts_pippy_handler.generation_defaults import read_defaults
+from ts_pippy_handler.request import SamplingParams, TokenEvent
 from ts_pippy_handler.text import Tokenizer
 
 
@@ -55,42 +54,6 @@ class Wishes:
     logprobs: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Defaults:
-    """What the checkpoint's generation_config.json says of sampling; None where it says nothing."""
-
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-
-    @classmethod
-    def load(cls, model_path: str) -> Defaults:
-        """Read the file, if there is one.
-
-        It is read as it stands: transformers' own class fills in what the file does not say (``top_k`` of 50).
-
-        Raises:
-            CheckpointError: If it cannot be read.
-        """
-        file = Path(model_path) / "generation_config.json"
-        if not file.is_file():
-            return cls()
-        try:
-            written = json.loads(file.read_text("utf-8"))
-            given = {field.name: written[field.name] for field in fields(cls) if written.get(field.name) is not None}
-        except (OSError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{file}: {error}") from error
-        if given.get("top_k") == -1:  # how some say that all tokens count
-            given["top_k"] = 0
-        try:
-            check_sampling(SamplingParams(max_new_tokens=1, **given))
-        except InvalidRequestError as error:
-            raise CheckpointError(f"{file}: {error}") from error
-        return cls(**given)
-
-
 class Generator:
     """Continues prompts of one model."""
 
@@ -98,7 +61,7 @@ class Generator:
         self.engine = engine
         self.tokenizer = tokenizer
         self._config = config
-        self._defaults = Defaults.load(config.model_path)
+        self._defaults = read_defaults(config.model_path)
 
     @property
     def max_response_size(self) -> int:
@@ -210,7 +173,7 @@ class Generator:
         params = SamplingParams(
             max_new_tokens=wishes.max_new_tokens or self._config.max_new_tokens,
             temperature=temperature,
-            top_k=_first(wishes.top_k, defaults.top_k, 0),
+            top_k=_first(wishes.top_k, defaults.num_likeliest, 0),
             top_p=_first(wishes.top_p, defaults.top_p, 1.0),
             min_p=_first(wishes.min_p, defaults.min_p, 0.0),
             repetition_penalty=_first(wishes.repetition_penalty, defaults.repetition_penalty, 1.0),

@@ -13,15 +13,14 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any
 
 from ts_pippy_handler import loading, process, ranks, worker
 from ts_pippy_handler.config import ServingConfig
 from ts_pippy_handler.engine import Engine
 from ts_pippy_handler.errors import LoadError, PipelineError, RankLostError
+from ts_pippy_handler.generation_defaults import read_defaults
 from ts_pippy_handler.kv_cache import BlockAllocator
 from ts_pippy_handler.loading import LoadedRank
 from ts_pippy_handler.request import FinishReason, SamplingParams, TokenEvent
@@ -89,27 +88,14 @@ def make_scheduler(loaded: LoadedRank, config: ServingConfig) -> Scheduler:
         num_in_flight=pippy.chunks or loaded.group.place.world_size,
     )
     allocator = BlockAllocator(loaded.num_slots // pippy.block_size, pippy.block_size)
-    eos = eos_token_ids(config.handler.model_path)
-    return Scheduler(allocator, limits, eos, prefix_caching=pippy.prefix_caching)
-
-
-def eos_token_ids(model_path: str) -> list[int]:
-    """Return the ids that end a text: generation_config.json's, else config.json's; a model may have several."""
-    eos: Any = next(_written(model_path, "eos_token_id"), [])
-    return [int(each) for each in (eos if isinstance(eos, list) else [eos])]
-
-
-def pad_token_id(model_path: str) -> int | None:
-    """Return the id that fills rows: generation_config.json's, else config.json's; many models have none."""
-    return next((pad for pad in _written(model_path, "pad_token_id") if isinstance(pad, int) and pad >= 0), None)
-
-
-def _written(model_path: str, key: str) -> Iterator[Any]:
-    """Return what the checkpoint's files say of generation, the one that counts first."""
-    for name in ("generation_config.json", "config.json"):
-        file = Path(model_path) / name
-        if file.is_file() and (value := json.loads(file.read_text("utf-8")).get(key)) is not None:
-            yield value
+    defaults = read_defaults(config.handler.model_path)
+    return Scheduler(
+        allocator,
+        limits,
+        defaults.eos_token_ids,
+        suppressed=[token_id for token_id in defaults.suppressed if token_id < loaded.vocab_size],
+        prefix_caching=pippy.prefix_caching,
+    )
 
 
 class _Spawner:
@@ -126,13 +112,18 @@ class _Spawner:
         group = self._spawn()
         try:
             loaded = loading.load(group, self._config, show_progress=self._options.show_progress)
+            scheduler = make_scheduler(loaded, self._config)
         except BaseException:
             group.leave(is_broken=True)
             raise
-        engine = Engine(loaded, make_scheduler(loaded, self._config), revive=self._revive, on_death=_log_death)
+        engine = Engine(loaded, scheduler, revive=self._revive, on_death=_log_death)
         self._engine = engine
         threading.Thread(target=self._watch, name="child-watch", daemon=True).start()
-        _warm_up(engine, self._config)
+        try:
+            _warm_up(engine, self._config)
+        except BaseException:
+            engine.close()
+            raise
         return engine
 
     def _spawn(self, kv_cache_tokens: int | None = None) -> ranks.Group:

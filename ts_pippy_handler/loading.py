@@ -20,6 +20,7 @@ from tqdm import tqdm
 from ts_pippy_handler import partition, tracer, tracing
 from ts_pippy_handler.config import PippyConfig, ServingConfig, written_layers
 from ts_pippy_handler.errors import ConfigError, LoadError
+from ts_pippy_handler.generation_defaults import read_defaults
 from ts_pippy_handler.graph_data import ModelFacts, decode_stage
 from ts_pippy_handler.meter import peak_memory_bytes
 from ts_pippy_handler.process import keep_freed_memory
@@ -277,7 +278,8 @@ def check_early(config: ServingConfig, num_stages: int) -> None:
 
     Raises:
         ConfigError: If the number of stages is impossible or contradicts an explicit split.
-        CheckpointError: If the checkpoint's config, index or weight files are missing or damaged.
+        CheckpointError: If the checkpoint's config, index or weight files are missing or damaged, or its
+            generation_config.json asks for what is not supported.
     """
     split = config.pippy.split
     if isinstance(split, list) and len(split) != num_stages:
@@ -285,3 +287,4 @@ def check_early(config: ServingConfig, num_stages: int) -> None:
     layers = written_layers(config.handler.model_path)
     partition.check_num_stages(num_stages, max(num_stages, 1) if layers is None else layers)
     Checkpoint(config.handler.model_path, config.handler.index_filename)
+    read_defaults(config.handler.model_path)

@@ -18,6 +18,7 @@ from ts_pippy_handler import launch, loading, ranks
 from ts_pippy_handler.config import ServingConfig, load_config
 from ts_pippy_handler.engine import Engine
 from ts_pippy_handler.errors import ConfigError, InvalidRequestError, PipelineError
+from ts_pippy_handler.generation_defaults import read_defaults
 from ts_pippy_handler.request import FinishReason, SamplingParams, TokenEvent
 
 _GROUP = "ts_pippy_group"  # attribute of the TorchServe context that carries the group between the two calls
@@ -75,7 +76,7 @@ def get_pipeline_driver(model: torch.nn.Module | None, world_size: int, ctx: Any
     config = config_of(ctx)
     if model is not None:
         config = _with_dtype_of(model, config)
-    pad = launch.pad_token_id(config.handler.model_path)
+    pad = read_defaults(config.handler.model_path).pad
     group: ranks.Group | None = getattr(ctx, _GROUP, None)
     if group is not None and group.place.world_size == world_size:
         return PipelineDriver(launch.start_joined(config, group), group.place.rank, pad)

@@ -55,14 +55,15 @@ class RequestState:
         """Known tokens that no batch has carried yet."""
         return len(self.tokens) - self.num_scheduled
 
-    def sampled_rows(self, rows: range, ends: Collection[int]) -> list[SampledRow]:
-        """Return how the next token is chosen from each of ``rows`` of a batch; ``ends`` are tokens that end it."""
+    def sampled_rows(self, rows: range, forbidden: Collection[int]) -> list[SampledRow]:
+        """Return how the next token, none of ``forbidden``, is chosen from each of ``rows`` of a batch."""
         params = self.params
-        processing = self._processing(ends) if self.is_processed else None
+        is_processed = self.is_processed or (forbidden and not params.only_logits)
+        processing = self._processing(forbidden) if is_processed else None
         choice = (params.temperature, params.top_k, params.top_p, params.seed, processing)
         return [SampledRow(row, len(self.tokens), *choice) for row in rows]
 
-    def _processing(self, ends: Collection[int]) -> Processing:
+    def _processing(self, forbidden: Collection[int]) -> Processing:
         params = self.params
         repeats = params.repetition_penalty != 1
         counts = bool(params.presence_penalty or params.frequency_penalty)
@@ -74,7 +75,7 @@ class RequestState:
             presence_penalty=params.presence_penalty,
             frequency_penalty=params.frequency_penalty,
             logit_bias=params.logit_bias,
-            suppressed=sorted(ends) if self.num_generated < params.min_tokens else [],
+            suppressed=sorted(forbidden),
             logprobs=params.logprobs,
         )
 

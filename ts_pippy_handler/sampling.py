@@ -23,6 +23,8 @@ from ts_pippy_handler.request import Processing, SampledRow, TokenLogprobs
 
 _GREEDY_BELOW = 1e-6  # where dividing by the temperature leaves nothing but the most likely token, or overflows
 _HUGE = 1e30  # larger logits are cut to this, so that no penalty can turn a row into infinities; see _GREEDY_BELOW
+NO_TOKEN = -1
+"""Stands for the token of a row whose logits are no numbers: nothing can be chosen from them."""
 _LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have
 
 
@@ -34,10 +36,14 @@ def sample(logits_RV: torch.Tensor, rows: Sequence[SampledRow]) -> list[int]:
         rows: How to sample each of them, in the same order.
 
     Returns:
-        One token id per row.
+        One token id per row; ``NO_TOKEN`` where the model computed NaN or infinity.
     """
-    token_ids: list[int] = logits_RV.argmax(-1).tolist()
+    likeliest_R = logits_RV.argmax(-1)  # NaN counts as the largest
+    is_sound_R = logits_RV.gather(-1, likeliest_R[:, None])[:, 0].isfinite()
+    token_ids: list[int] = likeliest_R.where(is_sound_R, NO_TOKEN).tolist()
     for index, row in enumerate(rows):
+        if token_ids[index] == NO_TOKEN:
+            continue
         if row.temperature >= _GREEDY_BELOW:
             token_ids[index] = _draw(_processed(logits_RV[index], row.processing), row)
         elif row.processing is not None:

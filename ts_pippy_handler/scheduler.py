@@ -18,11 +18,16 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from ts_pippy_handler.errors import InvalidRequestError, OverloadedError
+from ts_pippy_handler.errors import InvalidRequestError, OverloadedError, PippyError
 from ts_pippy_handler.kv_cache import BlockAllocator
 from ts_pippy_handler.prefix_cache import extend_names
 from ts_pippy_handler.request import Batch, FinishReason, SamplingParams, Segment, TokenEvent, TokenLogprobs
 from ts_pippy_handler.request_state import RequestState, Step
+
+_NO_NUMBERS = (
+    "the model computed NaN or infinity for this text, so there is no next token: most often float16 is too narrow for "
+    "the model (try bfloat16 or float32), or its weights are damaged"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,7 @@ class Scheduler:
         allocator: The cache, of which the scheduler is the only user.
         limits: What bounds it.
         eos_token_ids: Ids that end a text.
+        suppressed: Ids that are never generated.
         prefix_caching: Whether requests share cached tokens that they have in common.
     """
 
@@ -59,11 +65,13 @@ class Scheduler:
         limits: Limits,
         eos_token_ids: Collection[int] = (),
         *,
+        suppressed: Collection[int] = (),
         prefix_caching: bool = True,
     ) -> None:
         self.allocator = allocator
         self.limits = limits
         self.eos_token_ids = frozenset(eos_token_ids)
+        self._suppressed = frozenset(suppressed)
         self._waiting: deque[RequestState] = deque()
         self._running: dict[int, RequestState] = {}
         self._num_batches = 0
@@ -191,7 +199,7 @@ class Scheduler:
 
         Args:
             step: What was scheduled.
-            token_ids: One for each sampled row.
+            token_ids: One for each sampled row; a negative one if the model computed no numbers.
             logprobs: One for each sampled row, or none at all when no row asks for them.
         """
         events = []
@@ -207,6 +215,11 @@ class Scheduler:
     def ends(self, params: SamplingParams) -> set[int]:
         """Return the tokens that end a request."""
         return {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
+
+    def _forbidden(self, sequence: RequestState) -> Collection[int]:
+        """Return the tokens that must not be chosen now."""
+        is_too_early = sequence.num_generated < sequence.params.min_tokens
+        return self._suppressed | self.ends(sequence.params) if is_too_early else self._suppressed
 
     def finish(self, number: int) -> None:
         """Release a request whose last event was delivered."""
@@ -306,7 +319,7 @@ class Scheduler:
             step.batch = Batch(batch.number, batch.token_ids, batch.segments, batch.sampled, return_logits=True)
         if sequence.num_unscheduled == 0 or only_logits:
             first = batch.num_tokens - (num_tokens if only_logits else 1)
-            batch.sampled.extend(sequence.sampled_rows(range(first, batch.num_tokens), self.ends(sequence.params)))
+            batch.sampled.extend(sequence.sampled_rows(range(first, batch.num_tokens), self._forbidden(sequence)))
             step.sampled.append((sequence, batch.num_tokens - first))
             sequence.is_awaited = True
         return num_tokens
@@ -338,6 +351,8 @@ class Scheduler:
         if params.only_logits:
             done = sequence.num_unscheduled == 0
             return TokenEvent(token_id=None, finish_reason=FinishReason.LENGTH if done else None)
+        if token_id < 0:
+            return TokenEvent(token_id=None, finish_reason=FinishReason.ERROR, error=PippyError(_NO_NUMBERS))
         sequence.tokens.append(token_id)
         reason = None
         if token_id in params.stop_token_ids or (token_id in self.eos_token_ids and not params.ignore_eos):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 from tests.command import generate, ts_pippy
 from tests.models import WINDOW, Checkpoints, byte_tokenizer, copy_checkpoint
 from tests.oracle import MIN_MARGIN, Reference, hf_generate, random_prompts, smallest_margin
-from tests.processes import Footprint, kill, wait_until
+from tests.processes import Footprint, wait_until
 from tests.texts import word_texts
 from tests.torchserve import BIN
 
@@ -177,7 +179,8 @@ def test_a_damaged_shard_is_one_readable_line_from_several_ranks(checkpoints: Ch
     assert shard.name in error
 
 
-def test_no_rank_outlives_a_killed_command(checkpoints: Checkpoints) -> None:
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 143)])
+def test_no_rank_outlives_a_killed_command(checkpoints: Checkpoints, number: int, status: int) -> None:
     footprint = Footprint()
     # More work than is ever finished: the longest answers for many prompts.
     prompts = [part for _ in range(64) for part in ("--input-ids", "[1, 2, 3, 4]")]
@@ -189,9 +192,19 @@ def test_no_rank_outlives_a_killed_command(checkpoints: Checkpoints) -> None:
     try:
         assert wait_until(lambda: len(footprint.processes()) >= 3 or process.poll() is not None, 60)
         assert process.poll() is None, "ended before its ranks were seen"
-        kill(process.pid)
-        process.wait(10)
+        process.send_signal(number)
+        assert process.wait(40) == status
         assert not footprint.leftovers(15.0)
     finally:
         footprint.erase()
         process.wait(10)
+
+
+def test_a_reader_that_stops_reading_is_no_error(checkpoints: Checkpoints) -> None:
+    command = [BIN / "ts-pippy", "generate", checkpoints("llama"), "--stages", "1", "--input-ids", "[1, 2]"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=writing, stderr=subprocess.PIPE, timeout=120)
+    os.close(writing)
+    assert done.stderr == b""
+    assert done.returncode == 128 + signal.SIGPIPE

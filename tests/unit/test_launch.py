@@ -7,36 +7,21 @@ import queue
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.models import EOS_ID, Checkpoints, copy_checkpoint
+from tests.oracle import hf_generate
 from tests.unit.pipelines import eager_logits
 from ts_pippy_handler import launch
 from ts_pippy_handler.config import ServingConfig, load_config
 from ts_pippy_handler.errors import ConfigError, LoadError, PipelineError
-from ts_pippy_handler.launch import eos_token_ids
 from ts_pippy_handler.request import FinishReason, SamplingParams, TokenEvent
 
 
 def config(directory: Path, **pippy: object) -> ServingConfig:
     settings = {"threads_per_rank": 1, "kv_cache_tokens": 256, **pippy}
     return load_config({"handler": {"model_path": str(directory)}, "pippy": settings})
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({"generation_config.json": {"eos_token_id": [7, 8]}, "config.json": {"eos_token_id": 2}}, [7, 8]),
-        ({"generation_config.json": {"eos_token_id": 0}, "config.json": {"eos_token_id": 2}}, [0]),
-        ({"generation_config.json": {}, "config.json": {"eos_token_id": 2}}, [2]),
-        ({"config.json": {"eos_token_id": [2, 3]}}, [2, 3]),
-        ({"config.json": {"eos_token_id": None}}, []),
-        ({}, []),
-    ],
-)
-def test_tokens_that_end_a_text(tmp_path: Path, files: dict[str, dict], expected: list[int]) -> None:
-    for name, content in files.items():
-        (tmp_path / name).write_text(json.dumps(content))
-    assert eos_token_ids(str(tmp_path)) == expected
 
 
 def test_the_scheduler_gets_its_limits_from_the_configuration(checkpoints: Checkpoints) -> None:
@@ -72,6 +57,50 @@ def test_one_stage_continues_prompts_as_the_model_does(checkpoints: Checkpoints)
     assert not engine.is_running
     with pytest.raises(PipelineError, match=r"^the model is being unloaded$"):
         engine.submit([1], wanted, queue.Queue().put)
+
+
+def test_tokens_that_the_checkpoint_suppresses_never_come(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    directory = copy_checkpoint(checkpoints("gpt2", layers=4), tmp_path / "copy")
+    prompts, wanted = [[5, 6, 7], [9]], SamplingParams(max_new_tokens=6)
+    usual = {token for reference in hf_generate(directory, prompts, 6) for token in reference.token_ids}
+    file = directory / "generation_config.json"
+    settings = json.loads(file.read_text()) if file.is_file() else {}
+    file.write_text(json.dumps(settings | {"suppress_tokens": [*sorted(usual)[:4], 10**6]}))
+    expected = hf_generate(copy_checkpoint(directory, tmp_path / "other"), prompts, 6)
+    assert not usual <= {token for reference in expected for token in reference.token_ids}
+    engine = launch.start_spawned(config(directory), 1)
+    try:
+        for prompt, reference in zip(prompts, expected, strict=True):
+            events: queue.Queue[TokenEvent] = queue.Queue()
+            engine.submit(prompt, wanted, events.put)
+            assert [events.get(timeout=30).token_id for _ in range(6)] == reference.token_ids
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_request_that_overflows_ends_with_an_error_and_harms_no_other(
+    checkpoints: Checkpoints, tmp_path: Path, temperature: float
+) -> None:
+    directory = copy_checkpoint(checkpoints("llama", layers=2, shard_bytes=None), tmp_path / "copy")
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.embed_tokens.weight"][200] = torch.nan
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    wanted = SamplingParams(max_new_tokens=4, ignore_eos=True, temperature=temperature)
+    engine = launch.start_spawned(config(directory), 1)
+    try:
+        queues: list[queue.Queue[TokenEvent]] = [queue.Queue() for _ in range(3)]
+        for prompt, events in zip(([5, 6], [5, 200, 6], [5, 6]), queues, strict=True):
+            engine.submit(prompt, wanted, events.put)
+        bad = queues[1].get(timeout=30)
+        assert (bad.token_id, bad.finish_reason) == (None, FinishReason.ERROR)
+        assert "NaN or infinity" in str(bad.error)
+        good = [[events.get(timeout=30).token_id for _ in range(4)] for events in (queues[0], queues[2])]
+        assert good[0] == good[1]
+        assert engine.failure is None
+        engine.scheduler.check_integrity()
+    finally:
+        engine.close()
 
 
 def test_mistakes_are_found_before_anything_starts(checkpoints: Checkpoints, tmp_path: Path) -> None:

@@ -325,9 +325,3 @@ def test_a_relative_model_path_is_in_the_archive(model_dir: Path) -> None:
 def test_padding_of_its_own_is_no_text(row: list[int], expected: list[int]) -> None:
     ((tokens, _),) = _unpadded(torch.tensor([row]), None, {5}, is_sure=True)
     assert tokens == expected
-
-
-def test_the_padding_token_of_the_checkpoint(model_dir: Path) -> None:
-    assert launch.pad_token_id(str(model_dir)) is None
-    (model_dir / "generation_config.json").write_text('{"pad_token_id": 7}')
-    assert launch.pad_token_id(str(model_dir)) == 7

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from ts_pippy_handler.request import Processing, SampledRow, TokenLogprobs
-from ts_pippy_handler.sampling import _processed, logprobs_of, sample
+from ts_pippy_handler.sampling import NO_TOKEN, _processed, logprobs_of, sample
 
 VOCAB = 50
 
@@ -54,6 +54,18 @@ def test_greedy_is_argmax(dtype: torch.dtype) -> None:
     greedy = sample(values, [row(temperature=0.0, seed=index, top_k=3, top_p=0.2) for index in range(20)])
     assert greedy == values.argmax(-1).tolist()
     assert all(type(token) is int for token in greedy)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_token_comes_from_what_is_no_number(temperature: float) -> None:
+    logits = torch.randn(4, VOCAB)
+    logits[0, 7] = torch.nan
+    logits[2] = -torch.inf
+    logits[3, 9] = torch.inf
+    rows = [row(temperature=temperature)] * 4
+    first, second, *others = sample(logits, rows)
+    assert [first, *others] == [NO_TOKEN] * 3
+    assert [second] == sample(logits[1:2], rows[:1])
 
 
 def test_top_k_of_one_is_greedy() -> None:
