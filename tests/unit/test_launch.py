@@ -86,7 +86,7 @@ def test_a_request_that_overflows_ends_with_an_error_and_harms_no_other(
     tensors = load_file(directory / "model.safetensors")
     tensors["model.embed_tokens.weight"][200] = torch.nan
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    wanted = SamplingParams(max_new_tokens=4, ignore_eos=True, temperature=temperature)
+    wanted = SamplingParams(max_new_tokens=4, ignore_eos=True, temperature=temperature, seed=1)
     engine = launch.start_spawned(config(directory), 1)
     try:
         queues: list[queue.Queue[TokenEvent]] = [queue.Queue() for _ in range(3)]
