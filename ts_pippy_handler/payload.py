@@ -262,7 +262,7 @@ def _parse_body(body: Any, content_type: str) -> ParsedRequest:
 
 
 def _parse_json(body: bytes) -> Any:
-    text = _decode(body, "the JSON body")
+    text = _decode(body, "the JSON body").removeprefix("\ufeff")  # which some editors put before UTF-8
     if not text.strip():
         raise InvalidRequestError("the body is empty; send a JSON object with a 'prompt'")
     try:

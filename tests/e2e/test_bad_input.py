@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -130,4 +131,19 @@ def test_a_good_prompt_beside_bad_ones_is_answered_right(
             check_good(response, expected)
         for case, response in zip(bad, responses[1::2], strict=True):
             check_refused(response, CASES[case][1])
+    assert server.worker_pids(name) == pids
+
+
+@pytest.mark.slow
+def test_an_answer_that_torchserve_would_not_carry_costs_no_worker(
+    server: TorchServe, llama: tuple[str, Path], expected: Reference
+) -> None:
+    name, _ = llama
+    pids = server.worker_pids(name)
+    wanted = {"prompt": ["abc"] * 256, "max_new_tokens": 40, "logprobs": 20, "ignore_eos": True}
+    with ThreadPoolExecutor(1) as pool:
+        large = pool.submit(server.post, name, wanted)
+        check_good(server.post(name, GOOD), expected)
+        check_refused(large.result(), [r"the answer has \d{7,8} bytes", "6553500"])
+    check_good(server.post(name, GOOD), expected)
     assert server.worker_pids(name) == pids

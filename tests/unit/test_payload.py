@@ -299,3 +299,7 @@ def test_every_number_that_is_accepted_can_cross_between_ranks(name: str) -> Non
 def test_the_result_is_what_a_handler_needs() -> None:
     parsed = parse_request({"body": b"x"})
     assert parsed == ParsedRequest(payload=check_fields({"prompt": "x"}), is_plain_text=True)
+
+
+def test_a_byte_order_mark_before_json_is_no_error() -> None:
+    assert parse_request({"body": b'\xef\xbb\xbf{"prompt": "x"}'}, "application/json").payload.prompt == "x"
