@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from ts_pippy_handler.errors import CheckpointError
+from ts_pippy_handler.errors import CheckpointError, one_line
 from ts_pippy_handler.weights import Checkpoint
 
 
@@ -129,7 +129,7 @@ def _record(model: Any, checkpoint: Checkpoint, converter: Any, target: str, sou
     try:
         graph = make_fx(convert)(*examples).graph
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        reason = one_line(error, 200)
         raise CheckpointError(f"{sources[0].name!r} cannot be turned into {target!r}: {reason}") from error
     graph.eliminate_dead_code()
     return Conversion(sources=tuple(source.name for source in sources), targets=tuple(targets), graph=graph)

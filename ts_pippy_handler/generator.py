@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from ts_pippy_handler.completion import Completion
 from ts_pippy_handler.config import HandlerConfig
 from ts_pippy_handler.engine import Engine
-from ts_pippy_handler.errors import CheckpointError, InvalidRequestError, PippyError
+from ts_pippy_handler.errors import CheckpointError, InvalidRequestError, PippyError, one_line
 from ts_pippy_handler.request import SamplingParams, TokenEvent, check_sampling
 from ts_pippy_handler.text import Tokenizer
 
@@ -81,7 +81,7 @@ class Defaults:
             written = json.loads(file.read_text("utf-8"))
             given = {field.name: written[field.name] for field in fields(cls) if written.get(field.name) is not None}
         except (OSError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{file}: {error}") from error
+            raise CheckpointError(f"{file}: {one_line(error)}") from error
         if given.get("top_k") == -1:  # how some say that all tokens count
             given["top_k"] = 0
         try:

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ts_pippy_handler.errors import CheckpointError, InvalidRequestError
+from ts_pippy_handler.errors import CheckpointError, InvalidRequestError, one_line
+from ts_pippy_handler.model_config import read_config
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -53,7 +54,10 @@ class Tokenizer:
                 model_path, trust_remote_code=trust_remote_code, local_files_only=True
             )
         except Exception as error:
-            raise CheckpointError(f"{model_path}: the tokenizer cannot be read: {error}") from error
+            # It reads the model's configuration too, and a mistake there is none of the tokenizer's.
+            if (Path(model_path) / "config.json").is_file():
+                read_config(model_path, trust_remote_code=trust_remote_code)
+            raise CheckpointError(f"{model_path}: the tokenizer cannot be read: {one_line(error)}") from error
         return cls(loaded)
 
     def encode(self, text: str) -> list[int]:
@@ -97,7 +101,7 @@ class Tokenizer:
                 return_dict=True,
             )
         except Exception as error:
-            raise InvalidRequestError(f"messages: the chat template refused them: {error}") from error
+            raise InvalidRequestError(f"messages: the chat template refused them: {one_line(error)}") from error
         ids: list[int] = encoded["input_ids"]
         return ids
 

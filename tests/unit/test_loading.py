@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -162,6 +163,18 @@ def test_early_checks_pass_what_can_work(gpt2: Path) -> None:
 def test_early_checks_of_the_split(gpt2: Path, pippy: dict, num_stages: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         loading.check_early(config(gpt2, **pippy), num_stages)
+
+
+@pytest.mark.parametrize("layers", [10**9, 200])
+def test_more_layers_than_tensors(gpt2: Path, tmp_path: Path, layers: int) -> None:
+    directory = copy_checkpoint(gpt2, tmp_path / "copy")
+    written = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(written | {"n_layer": layers}))
+    message = (
+        rf"config\.json: (n_layer: must be at most 10000|{layers} layers, but the checkpoint has only \d+ tensors)"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        loading.check_early(config(directory), 2)
 
 
 def test_early_checks_of_the_checkpoint(gpt2: Path, tmp_path: Path) -> None:

@@ -97,8 +97,16 @@ def test_a_checkpoint_without_a_tokenizer(model_dir: Path) -> None:
 
 def test_a_damaged_tokenizer_is_named(model_dir: Path) -> None:
     (model_dir / "tokenizer.json").write_text("{ not json")
+    (model_dir / "config.json").unlink()
     with pytest.raises(CheckpointError, match=f"^{model_dir}: the tokenizer cannot be read: "):
         Tokenizer.load(str(model_dir))
+
+
+def test_a_tokenizer_of_which_half_is_missing_is_told_in_one_line(tmp_path: Path) -> None:
+    byte_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=f"^{tmp_path}: the tokenizer cannot be read: [^\n]+$"):
+        Tokenizer.load(str(tmp_path))
 
 
 def feed(stream: TextStream, text: str) -> int | None:
