@@ -182,6 +182,14 @@ def _load_stage(group: Group, config: ServingConfig, *, show_progress: bool) -> 
     stages, own = _receive_stage(group, config)
     checkpoint = Checkpoint(config.handler.model_path, config.handler.index_filename)
     graph, facts = decode_stage(own)
+    if facts.unread:
+        logger.warning(
+            "%s: nothing reads %d of the checkpoint's %d tensors, such as %s; does config.json describe this model?",
+            config.handler.model_path,
+            len(facts.unread),
+            len(checkpoint.names),
+            ", ".join(facts.unread[:3]),
+        )
     total = sum(parameter.nbytes for parameter in graph.module.parameters())
     with tqdm(
         total=total,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 
 from ts_pippy_handler.errors import CheckpointError, InvalidRequestError, one_line
 from ts_pippy_handler.model_config import read_config
+
+logger = logging.getLogger(__name__)
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -58,6 +61,7 @@ class Tokenizer:
             if (Path(model_path) / "config.json").is_file():
                 read_config(model_path, trust_remote_code=trust_remote_code)
             raise CheckpointError(f"{model_path}: the tokenizer cannot be read: {one_line(error)}") from error
+        _check_chat_templates(loaded, Path(model_path))
         return cls(loaded)
 
     def encode(self, text: str) -> list[int]:
@@ -122,6 +126,28 @@ class Tokenizer:
             return bytes.fromhex(found[1])
         values = _byte_values()
         return bytes(values[each] for each in name) if name and all(each in values for each in name) else None
+
+
+def _check_chat_templates(tokenizer: Any, directory: Path) -> None:
+    """Compile the chat templates; what one says of a conversation is between it and the client.
+
+    Raises:
+        CheckpointError: If one is not well-formed, naming the line.
+    """
+    from jinja2 import TemplateSyntaxError  # comes with torch; only chat templates need it
+
+    templates = getattr(tokenizer, "chat_template", None) or {}
+    for name, template in ({"": templates} if isinstance(templates, str) else dict(templates)).items():
+        try:
+            tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], chat_template=template, tokenize=False)
+        except TemplateSyntaxError as error:
+            is_file = (directory / "chat_template.jinja").is_file()
+            place = "chat_template.jinja" if is_file else "tokenizer_config.json: chat_template"
+            raise CheckpointError(
+                f"{directory}/{place}: {f'{name}, ' if name else ''}line {error.lineno}: {one_line(error)}"
+            ) from error
+        except Exception as error:  # noqa: BLE001 - many templates refuse some conversations, and may refuse this one
+            logger.info("the chat template refuses a trivial conversation: %s", one_line(error))
 
 
 @functools.cache

@@ -93,6 +93,8 @@ class TracedModel:
         self.config = config
         self.conversions = Conversions()
         """What the checkpoint stores otherwise; nothing, unless it was asked (:meth:`ask_checkpoint`)."""
+        self.unread: list[str] = []
+        """Tensors of the checkpoint that nothing reads, if it was asked."""
         self.buffers = buffers
         """Values of buffers as the model's own code computes them, by model name."""
         self.dtype: torch.dtype = model.dtype  # type: ignore[assignment]
@@ -140,12 +142,13 @@ class TracedModel:
             raise UnsupportedModelError(f"{kind}: the config sets a sliding window that attention is not told of")
 
     def ask_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Find out which parameters a checkpoint stores under other names or in other shapes.
+        """Find out what a checkpoint stores under other names or in other shapes, and what of it nothing reads.
 
         Raises:
             CheckpointError: If one cannot be converted.
         """
         self.conversions = conversion.plan(self.model, checkpoint)
+        self.unread = conversion.unread(self.model, checkpoint, self.conversions)
 
     @property
     def aliases(self) -> dict[str, list[str]]:

@@ -109,6 +109,31 @@ def test_a_tokenizer_of_which_half_is_missing_is_told_in_one_line(tmp_path: Path
         Tokenizer.load(str(tmp_path))
 
 
+@pytest.mark.parametrize("in_file", [True, False])
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{# fine so far #}\n{% for message in messages %}", "line 2: .*end of template"),
+        ("{{ messages | nofilter }}", "line 1: No filter named 'nofilter'"),
+    ],
+)
+def test_a_chat_template_that_is_not_well_formed(tmp_path: Path, template: str, reason: str, in_file: bool) -> None:
+    core = byte_tokenizer()
+    core.chat_template = template
+    core.save_pretrained(tmp_path, save_jinja_files=in_file)
+    place = "chat_template.jinja" if in_file else "tokenizer_config.json: chat_template"
+    with pytest.raises(CheckpointError, match=f"^{tmp_path}/{place}: {reason}[^\n]*$"):
+        Tokenizer.load(str(tmp_path))
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('never') }}", "{{ messages[7].content.nothing }}"])
+def test_a_chat_template_that_refuses_what_is_trivial_loads(tmp_path: Path, template: str) -> None:
+    core = byte_tokenizer()
+    core.chat_template = template
+    core.save_pretrained(tmp_path)
+    assert Tokenizer.load(str(tmp_path)) is not None
+
+
 def feed(stream: TextStream, text: str) -> int | None:
     """Return after how many tokens a stop string is complete."""
     for count, byte in enumerate(text.encode(), 1):
