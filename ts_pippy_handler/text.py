@@ -32,6 +32,10 @@ HALF_CHARACTER = "\ufffd"
 """What the bytes of an unfinished character decode to."""
 
 
+_CHARS_PER_TOKEN = 16
+"""Four times what is usual: the beginning of a text that is encoded first, in characters for each token that fits."""
+
+
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -64,11 +68,15 @@ class Tokenizer:
         _check_chat_templates(loaded, Path(model_path))
         return cls(loaded)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, limit: int | None = None) -> list[int]:
         """Return the token ids of a prompt, with the special tokens the model expects.
 
+        Args:
+            text: The prompt.
+            limit: Tokens a prompt may have; a text that is far too long is refused before it is encoded as a whole.
+
         Raises:
-            InvalidRequestError: If the text cannot be written as UTF-8.
+            InvalidRequestError: If the text cannot be written as UTF-8, or is far too long.
         """
         try:
             text.encode("utf-8")
@@ -76,38 +84,71 @@ class Tokenizer:
             raise InvalidRequestError(
                 f"the prompt is no text: what stands at offset {error.start} has no place in UTF-8"
             ) from None
+        self._check_length(text, limit, "the prompt")
         ids: list[int] = self._tokenizer(text)["input_ids"]
         return ids
 
+    def _check_length(self, text: str, limit: int | None, what: str) -> None:
+        """Refuse a text of which a small part has more tokens than fit: the rest need not be encoded to know.
+
+        How many characters a token may stand for is not in the vocabulary: normalisers drop some, and unknown or blank
+        ones in any number may become a single token. So a beginning is encoded, then a longer one. Twice the limit
+        leaves room for what follows a beginning to change how its last characters are encoded.
+
+        Raises:
+            InvalidRequestError: With the characters seen and the limit.
+        """
+        size = _CHARS_PER_TOKEN * (limit or len(text))
+        while size < len(text):
+            if len(self._tokenizer(text[:size], add_special_tokens=False)["input_ids"]) > 2 * (limit or 0):
+                raise InvalidRequestError(
+                    f"{what} has {len(text)} characters, of which the first {size} alone are more than twice the "
+                    f"{limit} tokens that fit; shorten it"
+                )
+            size *= 4
+
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        limit: int | None = None,
     ) -> list[int]:
         """Return the token ids of a conversation, ending where the assistant speaks next.
 
         Args:
             messages: Turns as the chat template expects them, with ``role`` and ``content`` at least.
             tools: Descriptions of functions the model may call, for the template.
+            limit: As for :meth:`encode`.
 
         Raises:
-            InvalidRequestError: If the checkpoint has no chat template, or it refuses the messages.
+            InvalidRequestError: If the checkpoint has no chat template, it refuses the messages, or they are far too
+                long.
         """
         if not getattr(self._tokenizer, "chat_template", None):
             raise InvalidRequestError(
                 "messages: this model's tokenizer has no chat template (chat_template.jinja); send a 'prompt' instead"
             )
-        if surrogate := _SURROGATE.search(json.dumps([messages, tools], ensure_ascii=False, default=str)):
+        written = json.dumps([messages, tools], ensure_ascii=False, default=str)
+        if surrogate := _SURROGATE.search(written):
             raise InvalidRequestError(f"messages: {surrogate[0]!r} in them is no text: it has no place in UTF-8")
+        if len(written) > _CHARS_PER_TOKEN * (limit or len(written)):  # as rendered: a template may leave much out
+            self._check_length(self._apply_template(messages, tools, tokenize=False), limit, "messages: what they say")
+        encoded = self._apply_template(messages, tools, return_dict=True)
+        ids: list[int] = encoded["input_ids"]
+        return ids
+
+    def _apply_template(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, **options: bool
+    ) -> Any:
         try:
-            encoded = self._tokenizer.apply_chat_template(
+            return self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=None if tools is None else [dict(tool) for tool in tools],
                 add_generation_prompt=True,
-                return_dict=True,
+                **options,
             )
         except Exception as error:
             raise InvalidRequestError(f"messages: the chat template refused them: {one_line(error)}") from error
-        ids: list[int] = encoded["input_ids"]
-        return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of new tokens, without special tokens."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,51 @@ def test_a_conversation_ends_where_the_assistant_speaks(tokenizer: Tokenizer) ->
     ids = tokenizer.encode_chat([{"role": "user", "content": "Hi"}])
     said = byte_tokenizer().decode(ids)
     assert said == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
+
+class Counting:
+    """A tokenizer that takes ``chars`` characters for a token, and remembers how much text it was given."""
+
+    chat_template = "x"
+
+    def __init__(self, chars: int) -> None:
+        self.chars = chars
+        self.seen: list[int] = []
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        self.seen.append(len(text))
+        return {"input_ids": [0] * (len(text) // self.chars)}
+
+
+def test_a_text_that_is_far_too_long_is_not_encoded() -> None:
+    core = Counting(4)
+    message = "^the prompt has 6000000 characters, of which the first 1600 alone are more than twice the 100 tokens"
+    with pytest.raises(InvalidRequestError, match=message):
+        Tokenizer(core).encode("a" * 6_000_000, 100)
+    assert core.seen == [1600]
+
+
+def test_a_conversation_that_is_far_too_long() -> None:
+    messages = [{"role": "user", "content": "a" * 2000}] * 9
+    core = byte_tokenizer()
+    with pytest.raises(InvalidRequestError, match=r"^messages: what they say has 18\d+ characters, of which the first"):
+        Tokenizer(core).encode_chat(messages, limit=100)
+    core.chat_template = "{{ messages[0].role }}"  # leaves out what is long
+    assert Tokenizer(core).encode_chat(messages, limit=100) == list(b"user")
+
+
+@pytest.mark.parametrize(("chars", "seen"), [(20, [1600, 6400]), (1000, [1600, 6400, 25_600, 102_400, 200_000])])
+def test_a_tokenizer_of_long_tokens_is_given_more(chars: int, seen: list[int]) -> None:
+    core = Counting(chars)
+    with contextlib.suppress(InvalidRequestError):
+        assert len(Tokenizer(core).encode("a" * 200_000, 100)) == 200
+    assert core.seen == seen
+
+
+def test_a_text_that_may_fit_is_encoded_once() -> None:
+    core = Counting(4)
+    assert len(Tokenizer(core).encode("a" * 1600, 100)) == 400
+    assert core.seen == [1600]
 
 
 def test_no_chat_template() -> None:
