@@ -27,7 +27,7 @@ from ts.torch_handler.base_handler import BaseHandler
 
 from ts_pippy_handler import loading, migration, process, ranks
 from ts_pippy_handler.config import renamed
-from ts_pippy_handler.errors import ConfigError, LoadError, PippyError
+from ts_pippy_handler.errors import ConfigError, LoadError, PippyError, one_line
 from ts_pippy_handler.pt_pippy import config_of, initialize_rpc_workers, num_spawned_stages
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def load_failure_as_runtime_error(method: Callable[..., None]) -> Callable[..., 
         except (RuntimeError, MemoryError):
             raise  # TorchServe reports these itself
         except Exception as error:
-            raise RuntimeError(f"the model cannot be loaded: {type(error).__name__}: {error}") from error
+            raise RuntimeError(f"the model cannot be loaded: {type(error).__name__}: {one_line(error)}") from error
 
     return wrapped
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import httpx2
 
 from ts_pippy_handler.bench import Report, Served, summarise
-from ts_pippy_handler.errors import ConfigError, ServerError
+from ts_pippy_handler.errors import ConfigError, ServerError, one_line
 from ts_pippy_handler.validation import show
 from ts_pippy_handler.workload import Advance, Workload, WorkloadRequest, progress_of
 
@@ -76,18 +76,20 @@ async def _serve_all(server: Server, workload: Workload, concurrency: int, advan
                 except ServerError as error:
                     raise ServerError(f"{workload.name(index)}: {error}") from error
                 except (httpx2.InvalidURL, httpx2.UnsupportedProtocol) as error:
-                    raise ConfigError(f"--url {server.url}: {error}") from error
+                    raise ConfigError(f"--url {server.url}: {one_line(error)}") from error
                 except httpx2.ConnectError as error:
-                    raise ServerError(f"{server.endpoint}: cannot connect: {error}") from error
+                    raise ServerError(f"{server.endpoint}: cannot connect: {one_line(error)}") from error
                 except (TimeoutError, httpx2.TimeoutException) as error:
                     limit = f"no answer within {server.timeout_s:g} s (--timeout)"
                     if isinstance(error, httpx2.ConnectTimeout):
                         limit = f"no connection within {_CONNECT_TIMEOUT_S:g} s"
                     raise ServerError(f"{workload.name(index)}: {server.endpoint}: {limit}") from error
                 except httpx2.SSEError as error:
-                    raise ServerError(f"{workload.name(index)}: {server.endpoint}: no stream: {error}") from error
+                    raise ServerError(
+                        f"{workload.name(index)}: {server.endpoint}: no stream: {one_line(error)}"
+                    ) from error
                 except httpx2.HTTPError as error:
-                    raise ServerError(f"{workload.name(index)}: the connection was cut: {error}") from error
+                    raise ServerError(f"{workload.name(index)}: the connection was cut: {one_line(error)}") from error
 
         try:
             async with asyncio.TaskGroup() as group:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ts_pippy_handler import __version__, bench_cli
 from ts_pippy_handler.config import DTYPES, ServingConfig, load_config
-from ts_pippy_handler.errors import ConfigError, InvalidRequestError, PippyError
+from ts_pippy_handler.errors import ConfigError, InvalidRequestError, PippyError, one_line
 
 if TYPE_CHECKING:
     from ts_pippy_handler.completion import Answer
@@ -51,7 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if options.debug:
             raise
-        print(f"ts-pippy: internal error: {type(error).__name__}: {error} (--debug shows more)", file=sys.stderr)
+        print(
+            f"ts-pippy: internal error: {type(error).__name__}: {one_line(error)} (--debug shows more)", file=sys.stderr
+        )
         return 1
     except KeyboardInterrupt:
         print("ts-pippy: interrupted", file=sys.stderr)

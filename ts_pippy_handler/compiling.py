@@ -21,7 +21,7 @@ from torch import fx
 
 from ts_pippy_handler import process
 from ts_pippy_handler.attention import CachedAttention, like_attended
-from ts_pippy_handler.errors import LoadError
+from ts_pippy_handler.errors import LoadError, one_line
 from ts_pippy_handler.packing import is_packed_linear
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ def compile_module(
         warm_up(compiled)
     except Exception as error:
         cause = getattr(error, "inner_exception", error)  # what the compiler behind torch.compile raised
-        reason = f"{type(cause).__name__}: {str(cause).strip()}".splitlines()[0][:300]
+        reason = f"{type(cause).__name__}: {one_line(cause)}"
         raise LoadError(
             f"pippy.compile: the stage cannot be compiled: {reason}; on a CPU, torch.compile needs a C++ compiler. "
             "Set pippy.compile to false to run without"

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
-from ts_pippy_handler.errors import CheckpointError, ConfigError
+from ts_pippy_handler.errors import CheckpointError, ConfigError, one_line
 from ts_pippy_handler.validation import describe_errors, nearest, show
 
 DTYPES = {
@@ -282,7 +282,7 @@ def written_config(model_path: str) -> dict[str, Any]:
     try:
         written = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: {error}") from error
+        raise CheckpointError(f"{file}: {one_line(error)}") from error
     if not isinstance(written, dict):
         raise CheckpointError(f"{file}: must be a JSON object, got {type(written).__name__}")
     return written

@@ -8,6 +8,7 @@ operators, so that a rank that loads a stage needs neither transformers nor the 
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from ts_pippy_handler.errors import CheckpointError
+from ts_pippy_handler.errors import CheckpointError, one_line
 from ts_pippy_handler.weights import Checkpoint
 
 
@@ -110,6 +111,33 @@ def plan(model: Any, checkpoint: Checkpoint) -> Conversions:
     return found
 
 
+_OLD_BUFFERS = re.compile(r"rotary_emb\.inv_freq$|(^|\.)(attn|attention|self_attn|self_attention)\.(masked_)?bias$")
+"""Constants of the code that old checkpoints hold: rotary frequencies, causal masks. A real bias has one axis."""
+
+
+def unread(model: Any, checkpoint: Checkpoint, conversions: Conversions) -> list[str]:
+    """Return the tensors of a checkpoint that no part of the model is made from, but for known harmless ones.
+
+    Args:
+        model: The Hugging Face model, on the meta device.
+        checkpoint: Only its names and shapes are read.
+        conversions: What :func:`plan` found.
+    """
+    own = {*model.state_dict(), *(name for name, _ in model.named_buffers())}
+    made = {name for names in conversions.renamed.values() for name in names}
+    made |= {name for each in conversions.converted.values() for name in each.sources}
+    prefix = f"{model.base_model_prefix}."
+    ignored = [re.compile(each) for each in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+
+    def is_known(name: str) -> bool:
+        if name in made or own & {name, name.removeprefix(prefix), prefix + name}:
+            return True
+        is_old = _OLD_BUFFERS.search(name) is not None and (name.endswith("freq") or len(checkpoint.shape(name)) != 1)
+        return is_old or any(each.search(name) for each in ignored)
+
+    return [name for name in checkpoint.names if not is_known(name)]
+
+
 def _record(model: Any, checkpoint: Checkpoint, converter: Any, target: str, sources: Sequence[_Source]) -> Conversion:
     """Run a converter on tensors without values and keep the operators it calls."""
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -129,7 +157,7 @@ def _record(model: Any, checkpoint: Checkpoint, converter: Any, target: str, sou
     try:
         graph = make_fx(convert)(*examples).graph
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        reason = one_line(error, 200)
         raise CheckpointError(f"{sources[0].name!r} cannot be turned into {target!r}: {reason}") from error
     graph.eliminate_dead_code()
     return Conversion(sources=tuple(source.name for source in sources), targets=tuple(targets), graph=graph)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ts_pippy_handler import meter
-from ts_pippy_handler.errors import InvalidRequestError, OverloadedError, PipelineError
+from ts_pippy_handler.errors import InvalidRequestError, OverloadedError, PipelineError, one_line
 from ts_pippy_handler.loading import LoadedRank
 from ts_pippy_handler.meter import METER, RankStats
 from ts_pippy_handler.request import FinishReason, SamplingParams, TokenEvent, check_sampling
@@ -252,7 +252,7 @@ class Engine:
                 self._recover(error)
             except Exception as error:
                 logger.exception("engine step failed")
-                self._recover(PipelineError(f"rank 0, stage 0: {type(error).__name__}: {error}"))
+                self._recover(PipelineError(f"rank 0, stage 0: {type(error).__name__}: {one_line(error)}"))
         self._end()
 
     def _step(self) -> None:
@@ -269,7 +269,7 @@ class Engine:
             return self.scheduler.schedule()
         except Exception as error:
             logger.exception("scheduling failed")
-            raise _SchedulingError(f"rank 0 could not schedule: {type(error).__name__}: {error}") from error
+            raise _SchedulingError(f"rank 0 could not schedule: {type(error).__name__}: {one_line(error)}") from error
 
     def _accept(self, wait: bool) -> None:
         """Take over what other threads asked for; sleep when there is nothing to do at all."""
@@ -291,7 +291,7 @@ class Engine:
             self.scheduler.add(number, prompt_token_ids, params)
         except Exception as error:
             logger.exception("request %d could not be accepted", number)
-            self._deliver(number, _failed(PipelineError(f"the request could not be accepted: {error}")))
+            self._deliver(number, _failed(PipelineError(f"the request could not be accepted: {one_line(error)}")))
 
     def _take_late(self) -> list[int]:
         """Return the requests whose time is over; finished ones among them do no harm."""

@@ -101,3 +101,10 @@ class PipelineError(PippyError):
 
 class RankLostError(PipelineError):
     """The connection to a rank is closed: its process is gone."""
+
+
+def one_line(error: BaseException, limit: int = 300) -> str:
+    """Return the text of another library's exception as one line of at most ``limit`` characters, to be quoted."""
+    lines = (line.strip() for line in str(error).splitlines())
+    text = "; ".join(line for line in lines if line).replace(":; ", ": ") or type(error).__name__
+    return text if len(text) <= limit else text[: limit - 1] + "…"

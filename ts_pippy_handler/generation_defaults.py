@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ts_pippy_handler.config import Float, Int
-from ts_pippy_handler.errors import CheckpointError
+from ts_pippy_handler.errors import CheckpointError, one_line
 from ts_pippy_handler.validation import describe_errors, show
 
 _FILE = "generation_config.json"
@@ -127,7 +127,7 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         written = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: {error}") from error
+        raise CheckpointError(f"{file}: {one_line(error)}") from error
     if not isinstance(written, dict):
         raise CheckpointError(f"{file}: must hold a JSON object, got {show(written)}")
     return written

@@ -156,11 +156,12 @@ class Generator:
             return list(prompt.token_ids)
         if self.tokenizer is None:
             raise InvalidRequestError("this model has no tokenizer; send token ids")
+        limit = min(self.engine.max_len, self._config.max_length or self.engine.max_len)
         if prompt.messages is not None:
-            return self.tokenizer.encode_chat(prompt.messages, prompt.tools)
+            return self.tokenizer.encode_chat(prompt.messages, prompt.tools, limit)
         if not prompt.text:
             raise InvalidRequestError("the prompt is empty, at least one character is needed")
-        return self.tokenizer.encode(prompt.text)
+        return self.tokenizer.encode(prompt.text, limit)
 
     def _params(self, wishes: Wishes, num_prompt: int) -> SamplingParams:
         if wishes.stop and self.tokenizer is None:

@@ -41,6 +41,8 @@ class ModelFacts:
     persistent_buffers: frozenset[str] = frozenset()
     conversions: Conversions = field(default_factory=Conversions)
     """Those of the parameters the stage uses."""
+    unread: tuple[str, ...] = ()
+    """Tensors of the checkpoint that no stage reads; only the first stage's rank is told, which reports them."""
 
     @classmethod
     def of(cls, traced: TracedModel, graph: StageGraph) -> ModelFacts:
@@ -58,6 +60,7 @@ class ModelFacts:
             buffers={name: value for name, value in traced.buffers.items() if name in used},
             persistent_buffers=frozenset(traced.persistent_buffers & used),
             conversions=Conversions(converted=converted),
+            unread=() if graph.index else tuple(traced.unread),
         )
 
 
@@ -90,6 +93,7 @@ def encode_stage(graph: StageGraph, facts: ModelFacts) -> bytes:
             "aliases": facts.aliases,
             "persistent_buffers": sorted(facts.persistent_buffers),
             "conversions": _encode_conversions(facts.conversions),
+            "unread": facts.unread,
         },
         # Cloned: buffers may share memory, which safetensors refuses.
         "values": save_tensors({name: value.detach().clone().contiguous() for name, value in tensors.items()}),
@@ -135,6 +139,7 @@ def decode_stage(data: bytes) -> tuple[StageGraph, ModelFacts]:
         buffers={name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)},
         persistent_buffers=frozenset(facts["persistent_buffers"]),
         conversions=_decode_conversions(facts["conversions"]),
+        unread=tuple(facts["unread"]),
     )
 
 

@@ -17,9 +17,9 @@ import psutil
 import torch
 from tqdm import tqdm
 
-from ts_pippy_handler import partition, tracer, tracing
+from ts_pippy_handler import model_config, partition, tracer, tracing
 from ts_pippy_handler.config import PippyConfig, ServingConfig, written_layers
-from ts_pippy_handler.errors import ConfigError, LoadError
+from ts_pippy_handler.errors import CheckpointError, ConfigError, LoadError, one_line
 from ts_pippy_handler.generation_defaults import read_defaults
 from ts_pippy_handler.graph_data import ModelFacts, decode_stage
 from ts_pippy_handler.meter import peak_memory_bytes
@@ -130,16 +130,15 @@ def rejoin(loaded: LoadedRank, group: Group, config: ServingConfig) -> LoadedRan
 
 def trace_checkpoint(config: ServingConfig) -> tracing.TracedModel:
     """Trace the model a configuration names, in the configured dtype or the checkpoint's own."""
-    model_config = read_model_config(config)
+    read = read_model_config(config)
     name = config.handler.torch_dtype_name
-    dtype = tracing.checkpoint_dtype(model_config) if name is None else getattr(torch, name)
-    return tracing.trace(model_config, dtype)
+    return tracing.trace(read, tracing.checkpoint_dtype(read) if name is None else getattr(torch, name))
 
 
 def read_model_config(config: ServingConfig) -> Any:
     """Read config.json of the configured checkpoint."""
     handler = config.handler
-    return tracing.read_config(handler.model_path, trust_remote_code=handler.trust_remote_code)
+    return model_config.read_config(handler.model_path, trust_remote_code=handler.trust_remote_code)
 
 
 def layers_per_stage(traced: tracing.TracedModel, pippy: PippyConfig, num_stages: int) -> list[int]:
@@ -184,6 +183,14 @@ def _load_stage(group: Group, config: ServingConfig, *, show_progress: bool) -> 
     stages, own = _receive_stage(group, config)
     checkpoint = Checkpoint(config.handler.model_path, config.handler.index_filename)
     graph, facts = decode_stage(own)
+    if facts.unread:
+        logger.warning(
+            "%s: nothing reads %d of the checkpoint's %d tensors, such as %s; does config.json describe this model?",
+            config.handler.model_path,
+            len(facts.unread),
+            len(checkpoint.names),
+            ", ".join(facts.unread[:3]),
+        )
     total = sum(parameter.nbytes for parameter in graph.module.parameters())
     with tqdm(
         total=total,
@@ -236,7 +243,7 @@ def _allocate_cache(group: Group, stage: Stage, num_slots: int) -> None:
         size = num_slots * stage.kv_bytes_per_token / 1e9
         error = LoadError(
             f"a key/value cache of {num_slots} tokens needs {size:.1f} GB on {stage.device}, which cannot be had; "
-            f"lower pippy.kv_cache_tokens ({str(failed).strip().splitlines()[0][:120]})"
+            f"lower pippy.kv_cache_tokens ({one_line(failed, 120)})"
         )
     group.outcome("cache", error)
 
@@ -278,13 +285,17 @@ def check_early(config: ServingConfig, num_stages: int) -> None:
 
     Raises:
         ConfigError: If the number of stages is impossible or contradicts an explicit split.
-        CheckpointError: If the checkpoint's config, index or weight files are missing or damaged, or its
-            generation_config.json asks for what is not supported.
+        CheckpointError: If the checkpoint's config, index or weight files are missing or damaged, contradict
+            each other, or generation_config.json asks for what is not supported.
     """
     split = config.pippy.split
     if isinstance(split, list) and len(split) != num_stages:
         raise ConfigError(f"pippy.split: {split} describes {len(split)} stages, but there are {num_stages}")
-    layers = written_layers(config.handler.model_path)
+    path = config.handler.model_path
+    model_config.check_written(path)
+    layers = written_layers(path)
     partition.check_num_stages(num_stages, max(num_stages, 1) if layers is None else layers)
-    Checkpoint(config.handler.model_path, config.handler.index_filename)
-    read_defaults(config.handler.model_path)
+    num_tensors = len(Checkpoint(path, config.handler.index_filename).names)
+    if layers is not None and layers > num_tensors:
+        raise CheckpointError(f"{path}/config.json: {layers} layers, but the checkpoint has only {num_tensors} tensors")
+    read_defaults(path)

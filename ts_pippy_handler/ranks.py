@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from ts_pippy_handler.config import PippyConfig
-from ts_pippy_handler.errors import ConfigError, LoadError, PipelineError, PippyError
+from ts_pippy_handler.errors import ConfigError, LoadError, PipelineError, PippyError, one_line
 from ts_pippy_handler.process import PARENT_PID
 
 logger = logging.getLogger(__name__)
@@ -204,8 +204,7 @@ class Group:
                 function(*arguments) if rank == own else answers[rank].wait() for rank in range(self.place.world_size)
             ]
         except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0][:200]
-            raise PipelineError(f"a rank did not answer {function.__name__!r}: {reason}") from error
+            raise PipelineError(f"a rank did not answer {function.__name__!r}: {one_line(error, 200)}") from error
 
     def roll_call(self, timeout_s: float = _ROLL_CALL_TIMEOUT_S) -> list[dict[str, Any] | None]:
         """Return process id and device of every rank, in order; None for one that is gone or does not answer."""
@@ -428,7 +427,7 @@ def kill(peers: Sequence[subprocess.Popen[bytes]]) -> None:
 
 def _account(error: BaseException) -> str:
     """Return an error's text; errors that are not ours may say little without their name."""
-    return str(error) if isinstance(error, PippyError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, PippyError) else f"{type(error).__name__}: {one_line(error)}"
 
 
 def lost(group: Group, error: BaseException) -> PipelineError:

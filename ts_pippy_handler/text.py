@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ts_pippy_handler.errors import CheckpointError, InvalidRequestError
+from ts_pippy_handler.errors import CheckpointError, InvalidRequestError, one_line
+from ts_pippy_handler.model_config import read_config
+
+logger = logging.getLogger(__name__)
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -26,6 +30,10 @@ _TOKENIZER_FILES = (
 
 HALF_CHARACTER = "\ufffd"
 """What the bytes of an unfinished character decode to."""
+
+
+_CHARS_PER_TOKEN = 16
+"""Four times what is usual: the beginning of a text that is encoded first, in characters for each token that fits."""
 
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -53,14 +61,22 @@ class Tokenizer:
                 model_path, trust_remote_code=trust_remote_code, local_files_only=True
             )
         except Exception as error:
-            raise CheckpointError(f"{model_path}: the tokenizer cannot be read: {error}") from error
+            # It reads the model's configuration too, and a mistake there is none of the tokenizer's.
+            if (Path(model_path) / "config.json").is_file():
+                read_config(model_path, trust_remote_code=trust_remote_code)
+            raise CheckpointError(f"{model_path}: the tokenizer cannot be read: {one_line(error)}") from error
+        _check_chat_templates(loaded, Path(model_path))
         return cls(loaded)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, limit: int | None = None) -> list[int]:
         """Return the token ids of a prompt, with the special tokens the model expects.
 
+        Args:
+            text: The prompt.
+            limit: Tokens a prompt may have; a text that is far too long is refused before it is encoded as a whole.
+
         Raises:
-            InvalidRequestError: If the text cannot be written as UTF-8.
+            InvalidRequestError: If the text cannot be written as UTF-8, or is far too long.
         """
         try:
             text.encode("utf-8")
@@ -68,38 +84,71 @@ class Tokenizer:
             raise InvalidRequestError(
                 f"the prompt is no text: what stands at offset {error.start} has no place in UTF-8"
             ) from None
+        self._check_length(text, limit, "the prompt")
         ids: list[int] = self._tokenizer(text)["input_ids"]
         return ids
 
+    def _check_length(self, text: str, limit: int | None, what: str) -> None:
+        """Refuse a text of which a small part has more tokens than fit: the rest need not be encoded to know.
+
+        How many characters a token may stand for is not in the vocabulary: normalisers drop some, and unknown or blank
+        ones in any number may become a single token. So a beginning is encoded, then a longer one. Twice the limit
+        leaves room for what follows a beginning to change how its last characters are encoded.
+
+        Raises:
+            InvalidRequestError: With the characters seen and the limit.
+        """
+        size = _CHARS_PER_TOKEN * (limit or len(text))
+        while size < len(text):
+            if len(self._tokenizer(text[:size], add_special_tokens=False)["input_ids"]) > 2 * (limit or 0):
+                raise InvalidRequestError(
+                    f"{what} has {len(text)} characters, of which the first {size} alone are more than twice the "
+                    f"{limit} tokens that fit; shorten it"
+                )
+            size *= 4
+
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        limit: int | None = None,
     ) -> list[int]:
         """Return the token ids of a conversation, ending where the assistant speaks next.
 
         Args:
             messages: Turns as the chat template expects them, with ``role`` and ``content`` at least.
             tools: Descriptions of functions the model may call, for the template.
+            limit: As for :meth:`encode`.
 
         Raises:
-            InvalidRequestError: If the checkpoint has no chat template, or it refuses the messages.
+            InvalidRequestError: If the checkpoint has no chat template, it refuses the messages, or they are far too
+                long.
         """
         if not getattr(self._tokenizer, "chat_template", None):
             raise InvalidRequestError(
                 "messages: this model's tokenizer has no chat template (chat_template.jinja); send a 'prompt' instead"
             )
-        if surrogate := _SURROGATE.search(json.dumps([messages, tools], ensure_ascii=False, default=str)):
+        written = json.dumps([messages, tools], ensure_ascii=False, default=str)
+        if surrogate := _SURROGATE.search(written):
             raise InvalidRequestError(f"messages: {surrogate[0]!r} in them is no text: it has no place in UTF-8")
+        if len(written) > _CHARS_PER_TOKEN * (limit or len(written)):  # as rendered: a template may leave much out
+            self._check_length(self._apply_template(messages, tools, tokenize=False), limit, "messages: what they say")
+        encoded = self._apply_template(messages, tools, return_dict=True)
+        ids: list[int] = encoded["input_ids"]
+        return ids
+
+    def _apply_template(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, **options: bool
+    ) -> Any:
         try:
-            encoded = self._tokenizer.apply_chat_template(
+            return self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=None if tools is None else [dict(tool) for tool in tools],
                 add_generation_prompt=True,
-                return_dict=True,
+                **options,
             )
         except Exception as error:
-            raise InvalidRequestError(f"messages: the chat template refused them: {error}") from error
-        ids: list[int] = encoded["input_ids"]
-        return ids
+            raise InvalidRequestError(f"messages: the chat template refused them: {one_line(error)}") from error
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of new tokens, without special tokens."""
@@ -118,6 +167,28 @@ class Tokenizer:
             return bytes.fromhex(found[1])
         values = _byte_values()
         return bytes(values[each] for each in name) if name and all(each in values for each in name) else None
+
+
+def _check_chat_templates(tokenizer: Any, directory: Path) -> None:
+    """Compile the chat templates; what one says of a conversation is between it and the client.
+
+    Raises:
+        CheckpointError: If one is not well-formed, naming the line.
+    """
+    from jinja2 import TemplateSyntaxError  # comes with torch; only chat templates need it
+
+    templates = getattr(tokenizer, "chat_template", None) or {}
+    for name, template in ({"": templates} if isinstance(templates, str) else dict(templates)).items():
+        try:
+            tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], chat_template=template, tokenize=False)
+        except TemplateSyntaxError as error:
+            is_file = (directory / "chat_template.jinja").is_file()
+            place = "chat_template.jinja" if is_file else "tokenizer_config.json: chat_template"
+            raise CheckpointError(
+                f"{directory}/{place}: {f'{name}, ' if name else ''}line {error.lineno}: {one_line(error)}"
+            ) from error
+        except Exception as error:  # noqa: BLE001 - many templates refuse some conversations, and may refuse this one
+            logger.info("the chat template refuses a trivial conversation: %s", one_line(error))
 
 
 @functools.cache

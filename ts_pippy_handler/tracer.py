@@ -44,7 +44,7 @@ def trace_stages(config: ServingConfig, num_stages: int) -> list[bytes]:
         check=False,
     )
     if done.returncode:
-        last = (done.stderr.decode(errors="replace").strip() or "no output").splitlines()[-1]
+        last = (done.stderr.decode(errors="replace").strip() or "no output").splitlines()[-1][:300]
         raise LoadError(f"tracing the model ended with status {done.returncode}: {last}")
     answer = msgspec.msgpack.decode(done.stdout)
     if "error" in answer:

@@ -13,17 +13,16 @@ import enum
 import warnings
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
-from ts_pippy_handler import conversion, experts, own_attention
+from ts_pippy_handler import conversion, experts, model_config, own_attention
 from ts_pippy_handler.attention import ATTENTION_NAME, AttentionSpec, register_attention
 from ts_pippy_handler.config import DTYPES
 from ts_pippy_handler.conversion import Conversions
-from ts_pippy_handler.errors import CheckpointError, UnsupportedModelError
+from ts_pippy_handler.errors import CheckpointError, UnsupportedModelError, one_line
 from ts_pippy_handler.weights import Checkpoint
 
 INPUT_NAMES = ("input_ids", "position_ids", "logit_rows")
@@ -94,6 +93,8 @@ class TracedModel:
         self.config = config
         self.conversions = Conversions()
         """What the checkpoint stores otherwise; nothing, unless it was asked (:meth:`ask_checkpoint`)."""
+        self.unread: list[str] = []
+        """Tensors of the checkpoint that nothing reads, if it was asked."""
         self.buffers = buffers
         """Values of buffers as the model's own code computes them, by model name."""
         self.dtype: torch.dtype = model.dtype  # type: ignore[assignment]
@@ -141,12 +142,13 @@ class TracedModel:
             raise UnsupportedModelError(f"{kind}: the config sets a sliding window that attention is not told of")
 
     def ask_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Find out which parameters a checkpoint stores under other names or in other shapes.
+        """Find out what a checkpoint stores under other names or in other shapes, and what of it nothing reads.
 
         Raises:
             CheckpointError: If one cannot be converted.
         """
         self.conversions = conversion.plan(self.model, checkpoint)
+        self.unread = conversion.unread(self.model, checkpoint, self.conversions)
 
     @property
     def aliases(self) -> dict[str, list[str]]:
@@ -169,9 +171,8 @@ class TracedModel:
 
         Where rotary frequencies change beyond the length the model was trained for, the window ends there.
         """
-        keys = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions")
         configs = (self.config, self.config.get_text_config())
-        values = (getattr(config, key, None) for config in configs for key in keys)
+        values = (getattr(config, key, None) for config in configs for key in model_config.WINDOW_KEYS)
         windows = [value for value in values if isinstance(value, int) and value > 0][:1]
         return min([*windows, *(length for config in configs for length in _trained_positions(config))], default=None)
 
@@ -236,23 +237,6 @@ def checkpoint_dtype(config: Any) -> torch.dtype:
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
-def read_config(model_path: str, *, trust_remote_code: bool = False) -> Any:
-    """Read a checkpoint's config.json.
-
-    Raises:
-        CheckpointError: If it is missing or unreadable.
-    """
-    from transformers import AutoConfig  # transformers takes a second to import
-
-    if not (Path(model_path) / "config.json").is_file():
-        raise CheckpointError(f"{model_path}: no config.json there, so it is not a Hugging Face checkpoint directory")
-    try:
-        return AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code, local_files_only=True)
-    except Exception as error:
-        reason = _first_line(error) if isinstance(error, (OSError, ValueError)) else repr(error)
-        raise CheckpointError(f"{model_path}/config.json: {reason}") from error
-
-
 def build_without_weights(config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, torch.Tensor]]:
     """Build the model's modules on the meta device.
 
@@ -268,10 +252,11 @@ def build_without_weights(config: Any, dtype: torch.dtype) -> tuple[Any, dict[st
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=dtype).eval()
     except ValueError as error:
-        raise UnsupportedModelError(f"{config.model_type}: {_first_line(error)}") from error
+        raise UnsupportedModelError(f"{config.model_type}: {one_line(error)}") from error
     except Exception as error:
-        reason = f"{type(error).__name__}: {_first_line(error)}"
-        raise CheckpointError(f"transformers cannot build a {config.model_type} from config.json: {reason}") from error
+        reason = model_config.reason(error, config.to_dict())
+        file = f"{config.name_or_path}/config.json" if config.name_or_path else "config.json"
+        raise CheckpointError(f"{file}: transformers cannot build a {config.model_type} from it: {reason}") from error
     own_attention.lead_to_operator(model)
     _fix_rotary_frequencies(model)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -337,7 +322,7 @@ def trace(config: Any, dtype: torch.dtype) -> TracedModel:
     except UnsupportedModelError:
         raise
     except Exception as error:
-        reason = _first_line(error)
+        reason = one_line(error)
         if reason.startswith("Constraints violated"):
             reason = "its code treats texts of different lengths differently, as state-space and chunked layers do"
         raise UnsupportedModelError(f"{config.model_type}: cannot be traced: {reason}") from error
@@ -484,8 +469,3 @@ def attention_spec(node: fx.Node) -> AttentionSpec:
         bias_scale=float(bias_scale),  # type: ignore[arg-type]
         wide_bias=bool(wide_bias),
     )
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:300]

@@ -25,7 +25,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from ts_pippy_handler.errors import PipelineError, RankLostError
+from ts_pippy_handler.errors import PipelineError, RankLostError, one_line
 from ts_pippy_handler.meter import METER
 from ts_pippy_handler.request import Batch, TokenLogprobs
 from ts_pippy_handler.splitting import WireValue
@@ -136,7 +136,7 @@ class Transport:
         try:
             work = dist.isend(tensor, peer, group=self._group(tag), tag=tag)
         except RuntimeError as error:
-            raise RankLostError(f"rank {peer} cannot be reached: {_reason(error)}") from error
+            raise RankLostError(f"rank {peer} cannot be reached: {one_line(error, 200)}") from error
         if work is not None:
             self._pending.append((work, tensor))
 
@@ -153,7 +153,7 @@ class Transport:
             if tag == _DATA and monotonic() - started >= self._step_timeout.total_seconds():
                 waited = f"rank {peer} was silent for the step timeout of {self._step_timeout.total_seconds():g} s"
                 raise PipelineError(waited) from error
-            raise RankLostError(f"rank {peer} stopped answering: {_reason(error)}") from error
+            raise RankLostError(f"rank {peer} stopped answering: {one_line(error, 200)}") from error
         if tag == _DATA:
             METER.count_bytes(tensor.nbytes)
 
@@ -182,7 +182,3 @@ def _unflatten(values: list[float], widths: Sequence[int | None]) -> list[TokenL
         else:
             rows.append(TokenLogprobs(next(rest), [(int(next(rest)), next(rest)) for _ in range(width)]))
     return rows
-
-
-def _reason(error: RuntimeError) -> str:
-    return str(error).strip().splitlines()[0][:200]

@@ -14,19 +14,24 @@ import contextlib
 import json
 import math
 import pickle
+import re
 import struct
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePath
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ts_pippy_handler.errors import CheckpointError
+from ts_pippy_handler.errors import CheckpointError, one_line
 from ts_pippy_handler.validation import show
 
-_DAMAGE = (SafetensorError, OSError, RuntimeError, KeyError, EOFError, ValueError, pickle.UnpicklingError, struct.error)
+_DAMAGE = (
+    *(SafetensorError, OSError, RuntimeError, LookupError, EOFError, ValueError, pickle.UnpicklingError, struct.error),
+    *(AssertionError, AttributeError, TypeError),  # a damaged pickle is a program gone astray
+)
 """What reading a damaged or foreign file raises."""
+_SAVE = "save the model's tensors anew, best as safetensors"
 _PIECE_BYTES = 4 << 20
 _USUAL_FILES = (
     "model.safetensors.index.json",
@@ -51,7 +56,7 @@ class Checkpoint:
         self._directory = Path(model_path)
         self._files = self._find_tensors(self._entry(index_filename))
         self._shapes: dict[Path, dict[str, list[int]]] = {}
-        self._read: tuple[Path, dict[str, Any]] | None = None
+        self._read: tuple[Path, dict[str, torch.Tensor]] | None = None
 
     @property
     def names(self) -> list[str]:
@@ -147,7 +152,7 @@ class Checkpoint:
         try:
             yield
         except _DAMAGE as error:
-            raise CheckpointError(f"{file}: cannot read tensor {name!r}: {error}") from error
+            raise CheckpointError(f"{file}: cannot read tensor {name!r}: {one_line(error)}") from error
 
     def _copy(self, file: Path, name: str, target: torch.Tensor, rows: slice | None) -> None:
         if file.suffix == ".safetensors":
@@ -157,7 +162,7 @@ class Checkpoint:
             whole = self._load_bin(file)[name]
             _convert(whole if rows is None else whole[rows], target)
 
-    def _load_bin(self, file: Path) -> dict[str, Any]:
+    def _load_bin(self, file: Path) -> dict[str, torch.Tensor]:
         """Return the tensors of a ``.bin`` file: mapped, or if it is of the format before torch 1.6 read and kept."""
         if self._read is None or self._read[0] != file:
             self._read = None
@@ -188,7 +193,13 @@ class Checkpoint:
             weight_map: dict[str, str] = json.loads(entry.read_text("utf-8"))["weight_map"]
             files = {name: self._directory / file for name, file in weight_map.items()}
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-            raise CheckpointError(f"{entry}: not a checkpoint index with a 'weight_map': {error}") from error
+            raise CheckpointError(f"{entry}: not a checkpoint index with a 'weight_map': {one_line(error)}") from error
+        for name, written in weight_map.items():
+            # As written: the hub's cache holds links to files that lie elsewhere.
+            if PurePath(written).is_absolute() or ".." in PurePath(written).parts:
+                raise CheckpointError(
+                    f"{entry}: says that tensor {show(name)} is in {show(written)}, outside the checkpoint's directory"
+                )
         for file in sorted(set(files.values())):
             if not file.is_file():
                 raise CheckpointError(f"{file}: missing, although {entry.name} says it holds tensors")
@@ -212,14 +223,14 @@ def _tensor_names(file: Path) -> list[str]:
                 return list(tensors.keys())
         return list(_load_bin(file)[0])
     except _DAMAGE as error:
-        raise CheckpointError(f"{file}: unreadable or truncated: {error}") from error
+        raise CheckpointError(f"{file}: unreadable or truncated: {one_line(error)}") from error
 
 
 def _tensor_shapes(file: Path) -> dict[str, list[int]]:
     if file.suffix == ".safetensors":
         with safe_open(file, framework="pt") as tensors:
             return {name: list(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    return {name: list(getattr(value, "shape", ())) for name, value in _load_bin(file)[0].items()}
+    return {name: list(tensor.shape) for name, tensor in _load_bin(file)[0].items()}
 
 
 def _convert(source: torch.Tensor, target: torch.Tensor) -> None:
@@ -229,12 +240,50 @@ def _convert(source: torch.Tensor, target: torch.Tensor) -> None:
     target.copy_(source)
 
 
-def _load_bin(file: Path) -> tuple[dict[str, Any], bool]:
-    """Return the tensors of a file, and whether they are mapped."""
-    # weights_only: a pickle inside a checkpoint must not run code.
+def _load_bin(file: Path) -> tuple[dict[str, torch.Tensor], bool]:
+    """Return the tensors of a file, and whether they are mapped.
+
+    Raises:
+        CheckpointError: If the file holds something else.
+    """
     try:
-        return torch.load(file, map_location="cpu", mmap=True, weights_only=True), True
+        return _tensors_in(_unpickle(file, mmap=True), file), True
     except RuntimeError as error:
         if "mmap can only be used" not in str(error):
             raise
-        return torch.load(file, map_location="cpu", weights_only=True), False  # torch.save's format before 1.6
+    return _tensors_in(_unpickle(file, mmap=False), file), False  # torch.save's format before 1.6
+
+
+def _unpickle(file: Path, *, mmap: bool) -> object:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a pickle is of an unusual protocol is said by what follows
+            # weights_only: a pickle inside a checkpoint must not run code.
+            return torch.load(file, map_location="cpu", mmap=mmap, weights_only=True)
+    except pickle.UnpicklingError as error:
+        # What torch writes before and after its reason is advice to read the file unsafely.
+        found = re.search(r"WeightsUnpickler error:\s*(.+?)(?:\. |$)", str(error), re.MULTILINE)
+        raise CheckpointError(
+            f"{file}: damaged, or no file of tensors that can be read safely (weights only): "
+            f"{found[1][:200] if found else one_line(error)}; {_SAVE}"
+        ) from error
+
+
+def _tensors_in(content: object, file: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of what a ``.bin`` file holds; other entries, such as a step count, are passed over."""
+    if not isinstance(content, Mapping):
+        raise CheckpointError(f"{file}: holds a {type(content).__name__}, not tensors by name; {_SAVE}")
+    tensors = _tensors_of(content)
+    nested = next((key for key, value in content.items() if len(_tensors_of(value)) > len(tensors)), None)
+    if nested is not None:
+        raise CheckpointError(
+            f"{file}: its tensors lie one level down, under {show(nested)}; save that part alone, best as safetensors"
+        )
+    if not tensors:
+        raise CheckpointError(f"{file}: holds {len(content)} entries, none of them a tensor with a name; {_SAVE}")
+    return tensors
+
+
+def _tensors_of(content: object) -> dict[str, torch.Tensor]:
+    items = content.items() if isinstance(content, Mapping) else ()
+    return {name: value for name, value in items if isinstance(name, str) and isinstance(value, torch.Tensor)}

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from transformers import AutoModelForCausalLM
 
-from ts_pippy_handler import splitting, tracing
+from ts_pippy_handler import model_config, splitting, tracing
 from ts_pippy_handler.request import Batch, SampledRow, Segment
 from ts_pippy_handler.stage import Stage
 from ts_pippy_handler.tracing import TracedModel
@@ -27,7 +27,7 @@ def traced(directory: Path, dtype: torch.dtype = torch.float32) -> TracedModel:
     """Trace a checkpoint, or copy the trace made before: tracing takes a second, and splitting uses a trace up."""
     key = ((directory / "config.json").read_text(), dtype)
     if key not in _traces:
-        _traces[key] = tracing.trace(tracing.read_config(str(directory)), dtype)
+        _traces[key] = tracing.trace(model_config.read_config(str(directory)), dtype)
     original = _traces[key]
     fresh = copy.copy(original)
     nodes: dict[fx.Node, fx.Node] = {}

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.architectures import write_checkpoint
+from tests.models import Checkpoints
 from tests.unit.pipelines import CPU, traced
 from ts_pippy_handler import conversion, splitting
 from ts_pippy_handler.conversion import Conversions
@@ -88,6 +89,34 @@ def test_an_expert_of_another_shape_is_named(mixtral: Path, tmp_path: Path) -> N
     broken = rewritten(mixtral, tmp_path / "broken", cut)
     with pytest.raises(CheckpointError, match=r"layers\.1\..*cannot be turned into 'model\.layers\.1\.mlp\.experts"):
         conversion.plan(traced(broken).model, Checkpoint(str(broken)))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "is_reported"),
+    [
+        ("h.0.attn.bias", [1, 1, 8, 8], False),
+        ("transformer.h.0.attn.masked_bias", [], False),
+        ("transformer.h.0.attn.bias", [8], True),
+        ("transformer.h.0.attn.rotary_emb.inv_freq", [4], False),
+        ("wte.weight", [2, 2], False),
+        ("extra.0.ignored", [2], False),
+        ("transformer.h.9.ln_1.weight", [2], True),
+    ],
+)
+def test_tensors_that_nothing_reads(
+    checkpoints: Checkpoints, tmp_path: Path, name: str, shape: list[int], is_reported: bool
+) -> None:
+    model = traced(checkpoints("gpt2", layers=4)).model
+    model._keys_to_ignore_on_load_unexpected = {r"extra\.\d+\.ignored"}
+    save_file({name: torch.ones(shape)}, tmp_path / "model.safetensors")
+    found = conversion.unread(model, Checkpoint(str(tmp_path)), Conversions())
+    assert found == ([name] if is_reported else [])
+
+
+def test_experts_one_by_one_are_read(mixtral: Path) -> None:
+    model = traced(mixtral)
+    model.ask_checkpoint(Checkpoint(str(mixtral)))
+    assert model.unread == []
 
 
 def test_other_names(tmp_path: Path) -> None:

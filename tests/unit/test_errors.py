@@ -27,6 +27,19 @@ def test_the_tree_is_complete() -> None:
     assert len({code for _, _, code in TREE.values()}) == len(TREE) - 1, "a lost rank is one way for a pipeline to fail"
 
 
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("went wrong", "went wrong"),
+        ("field 'x':\n    must be a number\n\nSee the guide.\n", "field 'x': must be a number; See the guide."),
+        ("", "ValueError"),
+        ("x" * 400, "x" * 299 + "…"),
+    ],
+)
+def test_the_text_of_other_libraries_is_one_line(text: str, line: str) -> None:
+    assert errors.one_line(ValueError(text)) == line
+
+
 @pytest.mark.parametrize("kind", TREE, ids=lambda kind: kind.__name__)
 def test_status_code_and_body(kind: type[errors.PippyError]) -> None:
     base, status, code = TREE[kind]

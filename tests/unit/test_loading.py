@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -146,6 +147,24 @@ def test_a_failed_load_names_rank_and_reason(gpt2: Path, tmp_path: Path) -> None
     assert isinstance(caught.value.__cause__, CheckpointError)
 
 
+def test_tensors_that_nothing_reads_are_reported(gpt2: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory = copy_checkpoint(gpt2, tmp_path / "copy")
+    loading.load(Group(ALONE), config(directory, kv_cache_tokens=16))
+    assert "nothing reads" not in caplog.text
+    written = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(written | {"n_layer": 3}))
+    # Of the layer's 12, transformers has one on gpt2's list of what may be there: it matches "attn.bias".
+    for _ in range(2):  # also when the trace is kept
+        caplog.clear()
+        loading.load(Group(ALONE), config(directory, kv_cache_tokens=16))
+        [record] = [each for each in caplog.records if "nothing reads" in each.message]
+        assert record.levelname == "WARNING"
+        assert re.match(
+            rf"{directory}: nothing reads 11 of the checkpoint's \d+ tensors, such as transformer\.h\.3\.",
+            record.message,
+        )
+
+
 def test_early_checks_pass_what_can_work(gpt2: Path) -> None:
     loading.check_early(config(gpt2, split=[1, 3]), 2)
     loading.check_early(config(gpt2), 4)
@@ -162,6 +181,18 @@ def test_early_checks_pass_what_can_work(gpt2: Path) -> None:
 def test_early_checks_of_the_split(gpt2: Path, pippy: dict, num_stages: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         loading.check_early(config(gpt2, **pippy), num_stages)
+
+
+@pytest.mark.parametrize("layers", [10**9, 200])
+def test_more_layers_than_tensors(gpt2: Path, tmp_path: Path, layers: int) -> None:
+    directory = copy_checkpoint(gpt2, tmp_path / "copy")
+    written = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(written | {"n_layer": layers}))
+    message = (
+        rf"config\.json: (n_layer: must be at most 10000|{layers} layers, but the checkpoint has only \d+ tensors)"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        loading.check_early(config(directory), 2)
 
 
 def test_early_checks_of_the_checkpoint(gpt2: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,51 @@ def test_a_conversation_ends_where_the_assistant_speaks(tokenizer: Tokenizer) ->
     assert said == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
 
+class Counting:
+    """A tokenizer that takes ``chars`` characters for a token, and remembers how much text it was given."""
+
+    chat_template = "x"
+
+    def __init__(self, chars: int) -> None:
+        self.chars = chars
+        self.seen: list[int] = []
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        self.seen.append(len(text))
+        return {"input_ids": [0] * (len(text) // self.chars)}
+
+
+def test_a_text_that_is_far_too_long_is_not_encoded() -> None:
+    core = Counting(4)
+    message = "^the prompt has 6000000 characters, of which the first 1600 alone are more than twice the 100 tokens"
+    with pytest.raises(InvalidRequestError, match=message):
+        Tokenizer(core).encode("a" * 6_000_000, 100)
+    assert core.seen == [1600]
+
+
+def test_a_conversation_that_is_far_too_long() -> None:
+    messages = [{"role": "user", "content": "a" * 2000}] * 9
+    core = byte_tokenizer()
+    with pytest.raises(InvalidRequestError, match=r"^messages: what they say has 18\d+ characters, of which the first"):
+        Tokenizer(core).encode_chat(messages, limit=100)
+    core.chat_template = "{{ messages[0].role }}"  # leaves out what is long
+    assert Tokenizer(core).encode_chat(messages, limit=100) == list(b"user")
+
+
+@pytest.mark.parametrize(("chars", "seen"), [(20, [1600, 6400]), (1000, [1600, 6400, 25_600, 102_400, 200_000])])
+def test_a_tokenizer_of_long_tokens_is_given_more(chars: int, seen: list[int]) -> None:
+    core = Counting(chars)
+    with contextlib.suppress(InvalidRequestError):
+        assert len(Tokenizer(core).encode("a" * 200_000, 100)) == 200
+    assert core.seen == seen
+
+
+def test_a_text_that_may_fit_is_encoded_once() -> None:
+    core = Counting(4)
+    assert len(Tokenizer(core).encode("a" * 1600, 100)) == 400
+    assert core.seen == [1600]
+
+
 def test_no_chat_template() -> None:
     message = (
         r"^messages: this model's tokenizer has no chat template \(chat_template.jinja\); send a 'prompt' instead$"
@@ -97,8 +143,41 @@ def test_a_checkpoint_without_a_tokenizer(model_dir: Path) -> None:
 
 def test_a_damaged_tokenizer_is_named(model_dir: Path) -> None:
     (model_dir / "tokenizer.json").write_text("{ not json")
+    (model_dir / "config.json").unlink()
     with pytest.raises(CheckpointError, match=f"^{model_dir}: the tokenizer cannot be read: "):
         Tokenizer.load(str(model_dir))
+
+
+def test_a_tokenizer_of_which_half_is_missing_is_told_in_one_line(tmp_path: Path) -> None:
+    byte_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=f"^{tmp_path}: the tokenizer cannot be read: [^\n]+$"):
+        Tokenizer.load(str(tmp_path))
+
+
+@pytest.mark.parametrize("in_file", [True, False])
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{# fine so far #}\n{% for message in messages %}", "line 2: .*end of template"),
+        ("{{ messages | nofilter }}", "line 1: No filter named 'nofilter'"),
+    ],
+)
+def test_a_chat_template_that_is_not_well_formed(tmp_path: Path, template: str, reason: str, in_file: bool) -> None:
+    core = byte_tokenizer()
+    core.chat_template = template
+    core.save_pretrained(tmp_path, save_jinja_files=in_file)
+    place = "chat_template.jinja" if in_file else "tokenizer_config.json: chat_template"
+    with pytest.raises(CheckpointError, match=f"^{tmp_path}/{place}: {reason}[^\n]*$"):
+        Tokenizer.load(str(tmp_path))
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('never') }}", "{{ messages[7].content.nothing }}"])
+def test_a_chat_template_that_refuses_what_is_trivial_loads(tmp_path: Path, template: str) -> None:
+    core = byte_tokenizer()
+    core.chat_template = template
+    core.save_pretrained(tmp_path)
+    assert Tokenizer.load(str(tmp_path)) is not None
 
 
 def feed(stream: TextStream, text: str) -> int | None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +13,7 @@ from transformers import AutoConfig
 from tests.models import FAMILIES, VOCAB, WINDOW, Checkpoints
 from tests.unit.pipelines import eager, traced
 from ts_pippy_handler import splitting, tracing
-from ts_pippy_handler.errors import CheckpointError, UnsupportedModelError
+from ts_pippy_handler.errors import UnsupportedModelError
 
 
 def tiny_config(model_type: str, **settings: object) -> object:
@@ -159,19 +157,6 @@ def test_positions_that_the_model_counts_itself_are_refused() -> None:
 def test_the_dtype_of_a_checkpoint(said: object, dtype: torch.dtype) -> None:
     assert tracing.checkpoint_dtype(SimpleNamespace(dtype=said)) is dtype
     assert tracing.checkpoint_dtype(SimpleNamespace()) is torch.float32
-
-
-def test_no_config(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=rf"^{tmp_path}: no config.json there, so it is not a Hugging Face check"):
-        tracing.read_config(str(tmp_path))
-
-
-@pytest.mark.parametrize("text", ["{ broken", json.dumps({"model_type": "no-such-model"}), "{}"])
-def test_a_damaged_config(tmp_path: Path, text: str) -> None:
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(CheckpointError, match=rf"^{tmp_path}/config.json: .+") as caught:
-        tracing.read_config(str(tmp_path))
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from pathlib import Path
 
@@ -164,6 +165,64 @@ def test_a_bin_file_that_holds_code_is_refused_unread(tmp_path: Path, capsys: py
     with pytest.raises(CheckpointError, match=f"^{re.escape(str(file))}: "):
         Checkpoint(str(tmp_path))
     assert "pickled code ran" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", [{"a": 1}, {"a": torch.ones(2)}], ids=["no tensors", "tensors"])
+def test_a_plain_pickle_is_refused_in_one_line(tmp_path: Path, content: dict) -> None:
+    file = tmp_path / "pytorch_model.bin"
+    file.write_bytes(pickle.dumps(content))
+    message = rf"^{file}: damaged, or no file of tensors that can be read safely \(weights only\): [^\n]*; save [^\n]*$"
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([1, 2], "holds a list, not tensors by name; save the model's tensors anew, best as safetensors"),
+        (torch.ones(2), "holds a Tensor, not tensors by name"),
+        ({}, "holds 0 entries, none of them a tensor with a name"),
+        ({"step": 3, 7: torch.ones(2)}, "holds 2 entries, none of them a tensor with a name"),
+        ({"step": 3, "state_dict": {"a": torch.ones(2)}}, "its tensors lie one level down, under 'state_dict'; save"),
+        ({"model": {"a": torch.ones(2), "b": torch.ones(2)}, "loss": torch.ones(1)}, "one level down, under 'model'"),
+    ],
+)
+def test_a_bin_file_of_other_things(tmp_path: Path, content: object, message: str) -> None:
+    file = tmp_path / "pytorch_model.bin"
+    torch.save(content, file)
+    with pytest.raises(CheckpointError, match=f"^{re.escape(str(file))}: .*{re.escape(message)}"):
+        Checkpoint(str(tmp_path))
+
+
+def test_what_is_no_tensor_in_a_bin_file_is_passed_over(tmp_path: Path) -> None:
+    torch.save({"step": 3, "a": torch.ones(2)}, tmp_path / "pytorch_model.bin")
+    assert Checkpoint(str(tmp_path)).names == ["a"]
+
+
+@pytest.mark.parametrize("outside", ["../weights.bin", "/etc/passwd", "sub/../../weights.bin"])
+def test_an_index_leads_to_files_of_the_checkpoint_only(damaged: Path, outside: str) -> None:
+    index = damaged / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": outside}}))
+    message = f"{index}: says that tensor 'a' is in {outside!r}, outside the checkpoint's directory"
+    with pytest.raises(CheckpointError, match=f"^{re.escape(message)}"):
+        Checkpoint(str(damaged))
+
+
+def test_an_index_that_names_a_file_of_text(damaged: Path) -> None:
+    (damaged / "passwd").write_text("root:x:0:0:root:/root:/bin/bash\n")
+    (damaged / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "passwd"}}))
+    with pytest.raises(CheckpointError, match=f"^{re.escape(str(damaged / 'passwd'))}: unreadable or truncated: "):
+        Checkpoint(str(damaged))
+
+
+def test_links_to_files_elsewhere_are_the_hubs_way(damaged: Path, tmp_path: Path) -> None:
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    for number, file in enumerate(damaged.glob("*.safetensors")):
+        file.rename(blobs / str(number))
+        file.symlink_to(Path("..") / "blobs" / str(number))
+    target = torch.empty(SHAPE)
+    Checkpoint(str(damaged)).read_into(NAME, target)
 
 
 def test_a_bin_file_of_the_old_format(tmp_path: Path) -> None:
