@@ -79,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_generate(commands)
     _add_plan(commands)
+    _add_shard(commands)
     _add_package(commands)
     _add_bench(commands)
     return parser
@@ -119,6 +120,12 @@ def _add_generate(commands: Any) -> None:
 def _add_plan(commands: Any) -> None:
     parser = _command(commands, "plan", _plan, "Show how a model would be split, without reading weights.")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _add_shard(commands: Any) -> None:
+    text = "Copy a checkpoint with the weights of each stage in a file of their own."
+    parser = _command(commands, "shard", _shard, text)
+    parser.add_argument("-o", "--output", required=True, type=Path, metavar="DIR", help="directory to make")
 
 
 def _add_package(commands: Any) -> None:
@@ -260,6 +267,18 @@ def _plan(options: argparse.Namespace) -> int:
 
     result = plan.make_plan(_config(options), options.stages)
     print(json.dumps(result.as_dict()) if options.json else result.as_table())
+    return 0
+
+
+def _shard(options: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    from ts_pippy_handler import sharding
+
+    with tqdm(unit="B", unit_scale=True, desc="writing weights", disable=not sys.stderr.isatty(), leave=False) as bar:
+        files = sharding.shard(_config(options), options.stages, options.output, bar.update)
+    for file in files:
+        print(f"{file.path}  {file.num_bytes / 1e6:,.1f} MB")
     return 0
 
 

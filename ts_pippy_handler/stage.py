@@ -14,12 +14,13 @@ import torch
 from torch import fx
 
 from ts_pippy_handler.attention import NUM_TENSORS, AttentionPlan, CachedAttention, allocate_caches
-from ts_pippy_handler.errors import CheckpointError, UnsupportedModelError
+from ts_pippy_handler.errors import UnsupportedModelError
 from ts_pippy_handler.graph_data import ModelFacts
 from ts_pippy_handler.packing import PackedWeight, pack, use_packed_linears
 from ts_pippy_handler.request import Batch, SampledRow, Segment
 from ts_pippy_handler.splitting import StageGraph
 from ts_pippy_handler.tracing import TracedModel, is_attention
+from ts_pippy_handler.weight_sources import WeightSource, find_buffer
 from ts_pippy_handler.weights import Checkpoint
 
 _MIN_COMPILED_ROWS = 2
@@ -180,50 +181,6 @@ def _move_to_device(module: fx.GraphModule, device: torch.device) -> None:
             node.replace_input_with(node.args[0], counted)
 
 
-class _Source:
-    """Where the value of one parameter comes from: a tensor of the checkpoint, or several that become it."""
-
-    def __init__(
-        self,
-        name: str,
-        aliases: Mapping[str, list[str]],
-        traced: ModelFacts | TracedModel,
-        checkpoint: Checkpoint,
-        template: torch.Tensor,
-        stage: int,
-    ) -> None:
-        names = aliases.get(name, [name])
-        self._checkpoint = checkpoint
-        self._converted: torch.Tensor | None = None
-        self._found = checkpoint.find_equal(names, traced.base_model_prefix)
-        if self._found is not None:
-            checkpoint.check_shape(self._found, template.shape)
-            return
-        target = next((each for each in names if each in traced.conversions.converted), None)
-        if target is None:
-            raise CheckpointError(f"the checkpoint holds no tensor {name!r}, which stage {stage} needs")
-        conversion = traced.conversions.converted[target]
-        self._converted = conversion.run(lambda each: self._read(each, template.dtype))[target]
-        if self._converted.shape != template.shape:
-            raise CheckpointError(
-                f"{conversion.sources[0]!r} and its like make a {name!r} of shape {list(self._converted.shape)}, "
-                f"the model needs {list(template.shape)}"
-            )
-
-    def _read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        value = torch.empty(self._checkpoint.shape(name), dtype=dtype)
-        self._checkpoint.read_into(name, value)
-        return value
-
-    def read_into(self, target: torch.Tensor, rows: slice | None = None) -> None:
-        """Copy the value, or some of its rows."""
-        if self._converted is not None:
-            target.copy_(self._converted if rows is None else self._converted[rows])
-        else:
-            assert self._found is not None
-            self._checkpoint.read_into(self._found, target, rows)
-
-
 def _load_tensors(
     graph: StageGraph,
     traced: ModelFacts | TracedModel,
@@ -233,12 +190,11 @@ def _load_tensors(
     progress: Callable[[int], None],
 ) -> None:
     buffers = list(graph.module.named_buffers())
-    aliases = traced.aliases
     # Weights are read here on their way to their packed form. Memory of their own for each would leave gaps between
     # the packed ones: up to 45 % more resident memory was measured.
     scratch = torch.empty(max((weight.values_per_part for weight in packed.values()), default=0), dtype=traced.dtype)
     for key, template in list(graph.module.named_parameters()):
-        source = _Source(graph.tensors.get(key, key), aliases, traced, checkpoint, template, graph.index)
+        source = WeightSource(graph.tensors.get(key, key), traced, checkpoint, template, graph.index)
         packing = packed.get(key)
         if packing is None or not packing.is_only_packed:
             value = torch.empty(template.shape, dtype=template.dtype, device=device)
@@ -254,20 +210,18 @@ def _load_tensors(
         progress(template.nbytes)
     for key, buffer in buffers:
         name = graph.tensors.get(key, key)
-        _set(graph.module, key, _buffer_value(name, buffer, aliases, traced, checkpoint).to(device))
+        _set(graph.module, key, _buffer_value(name, buffer, traced, checkpoint).to(device))
 
 
 def _buffer_value(
     name: str,
     buffer: torch.Tensor,
-    aliases: Mapping[str, list[str]],
     traced: ModelFacts | TracedModel,
     checkpoint: Checkpoint,
 ) -> torch.Tensor:
     """Return a buffer from the checkpoint if it is saved there, else as the model's code computes it."""
     computed = traced.buffers.get(name, buffer)
-    is_saved = name in traced.persistent_buffers
-    found = checkpoint.find(aliases[name], traced.base_model_prefix) if is_saved else None
+    found = find_buffer(name, traced, checkpoint)
     if found is not None:
         checkpoint.check_shape(found, buffer.shape)
         value = torch.empty(buffer.shape, dtype=buffer.dtype)

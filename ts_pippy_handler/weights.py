@@ -145,6 +145,26 @@ class Checkpoint:
             for piece in _pieces(target.shape[0], target.nbytes):
                 self._copy(file, name, target[piece], slice(first + piece.start, first + piece.stop))
 
+    def load(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return a whole tensor as it is stored; of ``dtype``, if that is given and it holds floating-point numbers.
+
+        Raises:
+            CheckpointError: Naming file and tensor, if the file is damaged.
+        """
+        file = self._files[name]
+        with self._naming(file, name):
+            stored: torch.Tensor
+            if file.suffix == ".safetensors":
+                with safe_open(file, framework="pt") as tensors:
+                    stored = tensors.get_tensor(name)
+            else:
+                stored = self._load_bin(file)[name].contiguous()
+            if dtype is None or not stored.is_floating_point():
+                return stored.clone()
+            value = torch.empty(stored.shape, dtype=dtype)
+            _convert(stored, value)
+            return value
+
     @staticmethod
     @contextlib.contextmanager
     def _naming(file: Path, name: str) -> Iterator[None]:
