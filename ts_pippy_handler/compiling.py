@@ -20,7 +20,8 @@ import torch
 from torch import fx
 
 from ts_pippy_handler import process
-from ts_pippy_handler.attention import CachedAttention, like_attended
+from ts_pippy_handler.attention import like_attended
+from ts_pippy_handler.cached_attention import CachedAttention
 from ts_pippy_handler.errors import LoadError, one_line
 from ts_pippy_handler.packing import is_packed_linear
 

@@ -101,6 +101,9 @@ class PippyConfig(BaseModel):
     pack_weights: bool = True
     """Whether linear layers on a CPU keep their weights in oneDNN's layout: about twice as fast, equal up to
     rounding. False computes with the kernels of plain torch."""
+    native_attention: bool = True
+    """Whether attention of decode rows on a CPU is compiled with the machine's C compiler while loading (under a
+    second), in float32 and where that is faster; equal up to rounding. False, or no compiler: torch's kernels."""
     compile: bool = False
     """Whether stages are compiled by torch.compile while loading: minutes the first time, seconds when the compiled
     code is found on disk. Needs a C++ compiler on a CPU. See docs/performance.md for what it gains."""

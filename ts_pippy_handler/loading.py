@@ -207,6 +207,7 @@ def _load_stage(group: Group, config: ServingConfig, *, show_progress: bool) -> 
             checkpoint,
             device_of(place),
             pack_weights=config.pippy.pack_weights,
+            native_attention=config.pippy.native_attention,
             progress=lambda num_bytes: _advance(bar, num_bytes),
         )
     return stage, facts, stages

@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import ctypes
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -65,6 +66,11 @@ def keep_compiled_code() -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
     # One compiler in this process: a pool of them would outlive a rank that is killed.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+
+def c_compiler() -> list[str]:
+    """Return the command of the machine's C compiler, which need not be there: ``CC``, else ``cc``."""
+    return shlex.split(os.environ.get("CC", "")) or ["cc"]
 
 
 def mark_failed(*, failed: bool = True) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ts_pippy_handler.attention import NUM_TENSORS, AttentionPlan, CachedAttention, allocate_caches
+from ts_pippy_handler.attention import NUM_TENSORS
+from ts_pippy_handler.cached_attention import AttentionPlan, CachedAttention, allocate_caches
 from ts_pippy_handler.errors import UnsupportedModelError
 from ts_pippy_handler.graph_data import ModelFacts
 from ts_pippy_handler.packing import PackedWeight, pack, use_packed_linears
@@ -36,6 +37,7 @@ class Stage:
         checkpoint: Where the weights are.
         device: Where the stage runs.
         pack_weights: Whether linear layers on a CPU use packed weights.
+        native_attention: Whether decode rows on a CPU may use attention compiled here.
         progress: Called with the number of bytes of each tensor that was read.
 
     Raises:
@@ -51,12 +53,14 @@ class Stage:
         device: torch.device,
         *,
         pack_weights: bool = True,
+        native_attention: bool = True,
         progress: Callable[[int], None] = lambda num_bytes: None,
     ) -> None:
         self.graph = graph
         self.dtype = traced.dtype
         self.device = device
         self._plan = AttentionPlan()
+        self._native_attention = native_attention
         self.num_bytes = sum(parameter.nbytes for parameter in graph.module.parameters())
         """Bytes of the stage's weights."""
         self._attentions = _install_attention(graph, self._plan)
@@ -79,7 +83,7 @@ class Stage:
 
     def allocate_cache(self, num_slots: int) -> None:
         """Reserve the key/value cache of every layer for ``num_slots`` tokens."""
-        allocate_caches(self._attentions, num_slots, self.dtype, self.device)
+        allocate_caches(self._attentions, num_slots, self.dtype, self.device, native=self._native_attention)
 
     def compile(self) -> None:
         """Compile the stage, whose cache must be there and hold nothing yet.

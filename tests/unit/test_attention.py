@@ -7,14 +7,8 @@ import random
 import pytest
 import torch
 
-from ts_pippy_handler.attention import (
-    AttentionPlan,
-    AttentionSpec,
-    CachedAttention,
-    _route,
-    allocate_caches,
-    attention_op,
-)
+from ts_pippy_handler.attention import AttentionSpec, _route, attention_op
+from ts_pippy_handler.cached_attention import AttentionPlan, CachedAttention, allocate_caches
 from ts_pippy_handler.errors import UnsupportedModelError
 from ts_pippy_handler.request import Segment
 
@@ -183,7 +177,7 @@ def test_values_cached_for_each_token() -> None:
 
 def test_the_operator_itself_must_not_run() -> None:
     query = torch.zeros(1, 4, 3, 8)
-    with pytest.raises(NotImplementedError, match="replaced by CachedAttention before a stage runs"):
+    with pytest.raises(NotImplementedError, match="replaced by cached attention before a stage runs"):
         attention_op(query, query, query, None, None, 0, 1.0, 0, 0.0, 1.0, False)
 
 
