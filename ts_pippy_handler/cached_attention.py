@@ -89,8 +89,7 @@ class SegmentPlan:
 
     @cached_property
     def _all_slots(self) -> torch.Tensor:
-        pieces = [torch.arange(first, first + count) for first, count in self._runs]
-        return torch.cat(pieces)[: self.context_len].to(self._device)
+        return torch.cat([torch.arange(first, first + count) for first, count in self.runs_from(0)]).to(self._device)
 
     def first_read(self, window: int) -> int:
         """Return the first token that any row attends to; those before are outside every row's window."""
@@ -98,7 +97,14 @@ class SegmentPlan:
 
     def runs_from(self, first: int) -> list[tuple[int, int]]:
         """Return where the tokens ``first`` … ``context_len - 1`` lie: first slot and number of slots of each piece."""
-        return _part_of(self._runs, first, self.context_len)
+        part: list[tuple[int, int]] = []
+        before = 0
+        for slot, count in self._runs:
+            begin, end = max(first - before, 0), min(self.context_len - before, count)
+            if begin < end:
+                part.append((slot + begin, end - begin))
+            before += count
+        return part
 
     def read(self, cache: Cache, layer: int, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the cached keys and values of tokens ``first`` … ``context_len - 1``: in place for one run.
@@ -156,8 +162,8 @@ class AttentionPlan:
         self.segments = [SegmentPlan(segment, device) for segment in segments]
         self._decode_rows = {}
         slots: list[int] = []
-        for segment in segments:
-            for first, count in _part_of(segment.runs, segment.num_cached, segment.context_len):
+        for segment in self.segments:
+            for first, count in segment.runs_from(segment.num_cached):
                 slots.extend(range(first, first + count))
         self.slots_T = torch.tensor(slots, dtype=torch.long, device=device)
 
@@ -172,18 +178,6 @@ class AttentionPlan:
                     runs.append(segment.runs_from(segment.first_read(window)))
             self._decode_rows[window] = DecodeRows(rows, runs)
         return self._decode_rows[window]
-
-
-def _part_of(runs: Sequence[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
-    """Return the pieces of ``runs`` that hold the logical positions ``start`` … ``stop - 1``."""
-    part: list[tuple[int, int]] = []
-    before = 0
-    for first, count in runs:
-        begin, end = max(start - before, 0), min(stop - before, count)
-        if begin < end:
-            part.append((first + begin, end - begin))
-        before += count
-    return part
 
 
 class CachedAttention(torch.nn.Module):
