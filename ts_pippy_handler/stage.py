@@ -17,7 +17,7 @@ from ts_pippy_handler.attention import NUM_TENSORS
 from ts_pippy_handler.cached_attention import AttentionPlan, CachedAttention, allocate_caches
 from ts_pippy_handler.errors import UnsupportedModelError
 from ts_pippy_handler.graph_data import ModelFacts
-from ts_pippy_handler.packing import PackedWeight, pack, use_packed_linears
+from ts_pippy_handler.packing import PackedWeight, Scratch, pack, use_packed_linears
 from ts_pippy_handler.request import Batch, SampledRow, Segment
 from ts_pippy_handler.splitting import StageGraph
 from ts_pippy_handler.tracing import TracedModel, is_attention
@@ -194,10 +194,9 @@ def _load_tensors(
     progress: Callable[[int], None],
 ) -> None:
     buffers = list(graph.module.named_buffers())
-    # Weights are read here on their way to their packed form. Memory of their own for each would leave gaps between
-    # the packed ones: up to 45 % more resident memory was measured.
-    scratch = torch.empty(max((weight.values_per_part for weight in packed.values()), default=0), dtype=traced.dtype)
-    for key, template in list(graph.module.named_parameters()):
+    sizes = {key: packed[key].values_per_part if key in packed else 0 for key, _ in graph.module.named_parameters()}
+    scratch = Scratch(max(sizes.values(), default=0), traced.dtype)
+    for key, template in sorted(graph.module.named_parameters(), key=lambda named: -sizes[named[0]]):
         source = WeightSource(graph.tensors.get(key, key), traced, checkpoint, template, graph.index)
         packing = packed.get(key)
         if packing is None or not packing.is_only_packed:
@@ -208,7 +207,7 @@ def _load_tensors(
             _drop(graph.module, key)
         if packing is not None:
             for rows, attribute in packing.parts(template.shape[0]):
-                plain = scratch[: (rows.stop - rows.start) * template.shape[1]].view(-1, template.shape[1])
+                plain = scratch.take((rows.stop - rows.start) * template.shape[1]).view(-1, template.shape[1])
                 source.read_into(plain, rows)
                 graph.module.register_buffer(attribute, pack(plain))
         progress(template.nbytes)

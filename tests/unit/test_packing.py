@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import psutil
 import pytest
 import torch
 from torch import fx
@@ -111,3 +112,16 @@ def test_without_onednn_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     monkeypatch.setattr(packing, "pack", lambda weight: pytest.fail("tried all the same"))
     assert not can_pack(torch.float32, "cpu")
+
+
+def test_scratch_gives_back_what_smaller_weights_do_not_need() -> None:
+    def resident() -> int:
+        return psutil.Process().memory_info().rss
+
+    scratch = packing.Scratch(8 << 20, torch.float32)
+    scratch.take(8 << 20).fill_(1.0)
+    large = resident()
+    small = scratch.take(3)
+    assert large - resident() > 30e6
+    assert small.tolist() == [1.0, 1.0, 1.0]
+    assert scratch.take(8 << 20).fill_(2.0).sum() == 2 * (8 << 20), "it grows again"
