@@ -88,23 +88,17 @@ class SegmentPlan:
         self._views: dict[tuple[int, int], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = {}
 
     @cached_property
-    def _all_slots(self) -> torch.Tensor:
-        return torch.cat([torch.arange(first, first + count) for first, count in self.runs_from(0)]).to(self._device)
+    def slots(self) -> torch.Tensor:
+        """Where the tokens of the context lie; on the CPU."""
+        return torch.cat([torch.arange(first, first + count) for first, count in self._runs])[: self.context_len]
+
+    @cached_property
+    def _device_slots(self) -> torch.Tensor:
+        return self.slots.to(self._device)
 
     def first_read(self, window: int) -> int:
         """Return the first token that any row attends to; those before are outside every row's window."""
         return max(self.num_cached + 1 - window, 0) if window else 0
-
-    def runs_from(self, first: int) -> list[tuple[int, int]]:
-        """Return where the tokens ``first`` … ``context_len - 1`` lie: first slot and number of slots of each piece."""
-        part: list[tuple[int, int]] = []
-        before = 0
-        for slot, count in self._runs:
-            begin, end = max(first - before, 0), min(self.context_len - before, count)
-            if begin < end:
-                part.append((slot + begin, end - begin))
-            before += count
-        return part
 
     def read(self, cache: Cache, layer: int, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the cached keys and values of tokens ``first`` … ``context_len - 1``: in place for one run.
@@ -124,7 +118,7 @@ class SegmentPlan:
                 self._views[key] = keys, values
             keys, values = self._views[key]
             return keys[layer], values[layer]
-        slots_L = self._all_slots[first:]
+        slots_L = self._device_slots[first:]
         return (
             cache.keys_NGSD[layer].index_select(1, slots_L)[None],
             cache.values_NGSD[layer].index_select(1, slots_L)[None],
@@ -161,22 +155,18 @@ class AttentionPlan:
         """Describe the next batch."""
         self.segments = [SegmentPlan(segment, device) for segment in segments]
         self._decode_rows = {}
-        slots: list[int] = []
-        for segment in self.segments:
-            for first, count in segment.runs_from(segment.num_cached):
-                slots.extend(range(first, first + count))
-        self.slots_T = torch.tensor(slots, dtype=torch.long, device=device)
+        self.slots_T = torch.cat([segment.slots[segment.num_cached :] for segment in self.segments]).to(device)
 
     def decode_rows(self, window: int) -> DecodeRows:
         """Return the rows of requests that have a single one, with what they attend to; the same for many layers."""
         if window not in self._decode_rows:
             starts = itertools.accumulate(self.num_tokens, initial=0)
-            rows, runs = [], []
+            rows, slots = [], []
             for row, segment in zip(starts, self.segments, strict=False):
                 if segment.num_tokens == 1:
                     rows.append(row)
-                    runs.append(segment.runs_from(segment.first_read(window)))
-            self._decode_rows[window] = DecodeRows(rows, runs)
+                    slots.append(segment.slots[segment.first_read(window) :])
+            self._decode_rows[window] = DecodeRows(rows, slots)
         return self._decode_rows[window]
 
 

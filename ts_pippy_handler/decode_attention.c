@@ -4,7 +4,8 @@
  * native_attention.py compiles this while a stage loads, for one shape of attention layers:
  *   KEY_DIM, VALUE_DIM   width of a head's keys and values
  *   GROUP                query heads that share a key/value head
- * All sums of a row are its own: its result does not depend on what else is in the batch, nor on threads.
+ * All sums of a row are its own and go over its tokens one by one, wherever they lie: its result does not depend on what
+ * else is in the batch, on threads, nor on how the cache was handed out.
  */
 #include <math.h>
 #include <stdint.h>
@@ -16,14 +17,9 @@
 /* How many numbers of a value are summed in one pass over the cache: what fits the registers of a CPU for a group. */
 #define WIDTH (VALUE_DIM % 32 == 0 ? 32 : VALUE_DIM % 16 == 0 ? 16 : VALUE_DIM % 8 == 0 ? 8 : 1)
 
-typedef struct {
-    int64_t first; /* slot */
-    int64_t count;
-} Run;
-
 /* One row, and the heads that share one key/value head. `scores` has room for GROUP * length numbers. */
 static void attend_group(const float *query, int64_t head_stride, const float *keys, const float *values,
-                         const Run *runs, int64_t num_runs, int64_t length, float scale, float *scores, float *out)
+                         const int64_t *slots, int64_t length, float scale, float *scores, float *out)
 {
     float scaled[GROUP][KEY_DIM];
     float total[GROUP];
@@ -32,16 +28,14 @@ static void attend_group(const float *query, int64_t head_stride, const float *k
         for (int i = 0; i < KEY_DIM; i++)
             scaled[head][i] = query[head * head_stride + i] * scale;
 
-    int64_t position = 0;
-    for (int64_t run = 0; run < num_runs; run++) {
-        const float *key = keys + runs[run].first * KEY_DIM;
-        for (int64_t slot = 0; slot < runs[run].count; slot++, position++, key += KEY_DIM)
-            for (int head = 0; head < GROUP; head++) {
-                float score = 0;
-                for (int i = 0; i < KEY_DIM; i++)
-                    score += scaled[head][i] * key[i];
-                scores[head * length + position] = score;
-            }
+    for (int64_t position = 0; position < length; position++) {
+        const float *key = keys + slots[position] * KEY_DIM;
+        for (int head = 0; head < GROUP; head++) {
+            float score = 0;
+            for (int i = 0; i < KEY_DIM; i++)
+                score += scaled[head][i] * key[i];
+            scores[head * length + position] = score;
+        }
     }
 
     for (int head = 0; head < GROUP; head++) {
@@ -58,13 +52,11 @@ static void attend_group(const float *query, int64_t head_stride, const float *k
 
     for (int begin = 0; begin < VALUE_DIM; begin += WIDTH) {
         float sums[GROUP][WIDTH] = {{0}};
-        position = 0;
-        for (int64_t run = 0; run < num_runs; run++) {
-            const float *value = values + runs[run].first * VALUE_DIM + begin;
-            for (int64_t slot = 0; slot < runs[run].count; slot++, position++, value += VALUE_DIM)
-                for (int head = 0; head < GROUP; head++)
-                    for (int i = 0; i < WIDTH; i++)
-                        sums[head][i] += scores[head * length + position] * value[i];
+        for (int64_t position = 0; position < length; position++) {
+            const float *value = values + slots[position] * VALUE_DIM + begin;
+            for (int head = 0; head < GROUP; head++)
+                for (int i = 0; i < WIDTH; i++)
+                    sums[head][i] += scores[head * length + position] * value[i];
         }
         for (int head = 0; head < GROUP; head++)
             for (int i = 0; i < WIDTH; i++)
@@ -76,7 +68,7 @@ static void attend_group(const float *query, int64_t head_stride, const float *k
  * query    [num_groups * GROUP heads, T rows, KEY_DIM] with the given strides, in numbers; the last one is 1
  * keys     [num_groups, num_slots, KEY_DIM], values [num_groups, num_slots, VALUE_DIM], contiguous
  * rows     [num_rows]: which rows of query and out
- * offsets  [num_rows + 1]: row i attends to the slots of runs[offsets[i]] ... runs[offsets[i + 1] - 1], at least one
+ * offsets  [num_rows + 1]: row i attends to slots[offsets[i]] ... slots[offsets[i + 1] - 1], at least one
  * longest  the most slots of any row
  * out      [T, num_groups * GROUP, VALUE_DIM], contiguous
  *
@@ -84,7 +76,7 @@ static void attend_group(const float *query, int64_t head_stride, const float *k
  */
 int attend(const float *query, int64_t head_stride, int64_t row_stride, const float *keys, const float *values,
            int64_t num_groups, int64_t num_slots, const int64_t *rows, const int64_t *offsets, int64_t num_rows,
-           const Run *runs, int64_t longest, float scale, int num_threads, float *out)
+           const int64_t *slots, int64_t longest, float scale, int num_threads, float *out)
 {
     float *scores = malloc(sizeof(float) * GROUP * (size_t)longest * (size_t)num_threads);
     if (!scores)
@@ -98,14 +90,10 @@ int attend(const float *query, int64_t head_stride, int64_t row_stride, const fl
             float *own = scores;
 #endif
             const int64_t head = group * GROUP;
-            const Run *own_runs = runs + offsets[i];
-            const int64_t num_runs = offsets[i + 1] - offsets[i];
-            int64_t length = 0;
-            for (int64_t run = 0; run < num_runs; run++)
-                length += own_runs[run].count;
             attend_group(query + head * head_stride + rows[i] * row_stride, head_stride,
-                         keys + group * num_slots * KEY_DIM, values + group * num_slots * VALUE_DIM, own_runs, num_runs,
-                         length, scale, own, out + (rows[i] * num_groups * GROUP + head) * VALUE_DIM);
+                         keys + group * num_slots * KEY_DIM, values + group * num_slots * VALUE_DIM,
+                         slots + offsets[i], offsets[i + 1] - offsets[i], scale, own,
+                         out + (rows[i] * num_groups * GROUP + head) * VALUE_DIM);
         }
     free(scores);
     return 0;

@@ -13,12 +13,13 @@ Knows nothing of batches: what to attend to comes as :class:`DecodeRows`.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -42,29 +43,22 @@ class DecodeRows:
 
     Args:
         rows: Numbers of the rows.
-        runs: Of each row, first slot and number of slots of every piece of its context; at least one slot.
+        slots: Of each row, where the tokens of its context lie; int64, at least one.
     """
 
-    def __init__(self, rows: Sequence[int], runs: Sequence[Sequence[tuple[int, int]]]) -> None:
+    def __init__(self, rows: Sequence[int], slots: Sequence[torch.Tensor]) -> None:
+        lengths = [len(own) for own in slots]
         self.rows = torch.tensor(rows, dtype=torch.long)
-        offsets = [0]
-        for own in runs:
-            offsets.append(offsets[-1] + len(own))
-        self.offsets = torch.tensor(offsets, dtype=torch.long)
-        self.runs = torch.tensor([run for own in runs for run in own], dtype=torch.long)
-        self.longest = max((sum(count for _, count in own) for own in runs), default=0)
+        self.offsets = torch.tensor(list(itertools.accumulate(lengths, initial=0)), dtype=torch.long)
+        self.slots = torch.cat(list(slots)) if slots else torch.empty(0, dtype=torch.long)
+        self.longest = max(lengths, default=0)
 
 
 class NativeAttention:
     """The compiled function for one shape of attention layers."""
 
-    def __init__(self, library: ctypes.CDLL, num_threads: int) -> None:
-        integer, pointer = ctypes.c_int64, ctypes.c_void_p
-        self._attend = library.attend
-        self._attend.argtypes = [
-            *(pointer, integer, integer, pointer, pointer, integer, integer),
-            *(pointer, pointer, integer, pointer, integer, ctypes.c_float, ctypes.c_int, pointer),
-        ]
+    def __init__(self, attend: Callable[..., int], num_threads: int) -> None:
+        self._attend = attend
         self._num_threads = num_threads
 
     def attend(
@@ -96,7 +90,7 @@ class NativeAttention:
             decode.rows.data_ptr(),
             decode.offsets.data_ptr(),
             len(decode.rows),
-            decode.runs.data_ptr(),
+            decode.slots.data_ptr(),
             decode.longest,
             scale,
             self._num_threads,
@@ -116,36 +110,51 @@ def find_native_attention(
     group = num_heads // num_kv_heads
     if device.type != "cpu" or dtype is not torch.float32 or group > _MAX_GROUP or sys.platform != "linux":
         return None
-    library = _compiled(key_dim, value_dim, group)
-    return None if library is None else NativeAttention(library, torch.get_num_threads())
+    attend = _compiled(key_dim, value_dim, group)
+    return None if attend is None else NativeAttention(attend, torch.get_num_threads())
 
 
 @cache
-def _compiled(key_dim: int, value_dim: int, group: int) -> ctypes.CDLL | None:
+def _compiled(key_dim: int, value_dim: int, group: int) -> Callable[..., int] | None:
+    try:
+        return _compile(key_dim, value_dim, group)
+    except (OSError, ValueError, AttributeError) as error:  # no program, no command line, nothing of ours in the result
+        logger.warning("attention uses torch's slower kernels, since ours cannot be compiled: %s", one_line(error))
+        return None
+
+
+def _compile(key_dim: int, value_dim: int, group: int) -> Callable[..., int] | None:
     compiler = process.c_compiler()
     if shutil.which(compiler[0]) is None:
         logger.info("no C compiler (%s) here: attention uses torch's kernels, which decode more slowly", compiler[0])
         return None
     shape = [f"-DKEY_DIM={key_dim}", f"-DVALUE_DIM={value_dim}", f"-DGROUP={group}"]
-    try:
-        with (
-            resources.as_file(resources.files("ts_pippy_handler") / "decode_attention.c") as source,
-            tempfile.TemporaryDirectory(prefix="ts_pippy_") as folder,
-        ):
-            compiled, linked = Path(folder) / "attention.o", Path(folder) / "attention.so"
-            _run([*compiler, *_OPTIONS.split(), "-fopenmp", *shape, "-c", str(source), "-o", str(compiled)])
-            # Without -fopenmp: the threads are those of the OpenMP library that torch has brought along.
-            _run([*compiler, "-shared", str(compiled), "-o", str(linked), "-lm"])
-            return ctypes.CDLL(str(linked))
-    except OSError as error:
-        logger.warning("attention uses torch's slower kernels, since ours cannot be compiled: %s", one_line(error))
-        return None
+    with (
+        resources.as_file(resources.files("ts_pippy_handler") / "decode_attention.c") as source,
+        tempfile.TemporaryDirectory(prefix="ts_pippy_") as folder,
+    ):
+        compiled, linked = Path(folder) / "attention.o", Path(folder) / "attention.so"
+        _run([*compiler, *_OPTIONS.split(), "-fopenmp", *shape, "-c", str(source), "-o", str(compiled)])
+        # Without -fopenmp: the threads are those of the OpenMP library that torch has brought along.
+        _run([*compiler, "-shared", str(compiled), "-o", str(linked), "-lm"])
+        attend = ctypes.CDLL(str(linked)).attend
+    integer, pointer = ctypes.c_int64, ctypes.c_void_p
+    attend.argtypes = [
+        *(pointer, integer, integer, pointer, pointer, integer, integer),
+        *(pointer, pointer, integer, pointer, integer, ctypes.c_float, ctypes.c_int, pointer),
+    ]
+    return attend
 
 
 def _run(command: Sequence[str]) -> None:
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_COMPILE_TIMEOUT_S,
         )
     except subprocess.TimeoutExpired as error:
         raise OSError(f"{command[0]} did not end within {_COMPILE_TIMEOUT_S:g} s") from error

@@ -18,7 +18,7 @@ from ts_pippy_handler.native_attention import DecodeRows, NativeAttention, find_
 
 CPU = torch.device("cpu")
 NUM_SLOTS = 64
-RUNS = [[(0, 1)], [(10, 7), (40, 3)], [(20, 20)], [(63, 1), (1, 2)]]
+SLOTS = [[0], [*range(10, 17), 40, 41, 42], [*range(20, 40)], [63, 1, 2]]
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or shutil.which("cc") is None, reason="needs the C compiler of a Linux machine"
@@ -41,22 +41,21 @@ def found(group: int = 3, key_dim: int = 16, value_dim: int = 16) -> NativeAtten
 class Example:
     def __init__(self, group: int, key_dim: int, value_dim: int) -> None:
         generator = torch.Generator().manual_seed(0)
-        self.query_HTD = torch.randn(2 * group, len(RUNS), key_dim, generator=generator)
+        self.query_HTD = torch.randn(2 * group, len(SLOTS), key_dim, generator=generator)
         self.key_GSD = torch.randn(2, NUM_SLOTS, key_dim, generator=generator)
         self.value_GSD = torch.randn(2, NUM_SLOTS, value_dim, generator=generator)
 
     def attend(self, native: NativeAttention, rows: list[int]) -> torch.Tensor:
         heads, _, _ = self.query_HTD.shape
-        out_THD = torch.full((len(RUNS), heads, self.value_GSD.shape[2]), -7.0)
-        decode = DecodeRows(rows, [RUNS[row] for row in rows])
+        out_THD = torch.full((len(SLOTS), heads, self.value_GSD.shape[2]), -7.0)
+        decode = DecodeRows(rows, [torch.tensor(SLOTS[row]) for row in rows])
         native.attend(self.query_HTD, self.key_GSD, self.value_GSD, decode, 0.5, out_THD)
         return out_THD
 
     def expected(self) -> torch.Tensor:
         group = len(self.query_HTD) // 2
         rows = []
-        for row, runs in enumerate(RUNS):
-            slots = torch.cat([torch.arange(first, first + count) for first, count in runs])
+        for row, slots in enumerate(SLOTS):
             key_HLD = self.key_GSD[:, slots].repeat_interleave(group, 0).double()
             value_HLD = self.value_GSD[:, slots].repeat_interleave(group, 0).double()
             weights_HL = torch.softmax((key_HLD @ self.query_HTD[:, row, :, None].double())[..., 0] * 0.5, -1)
@@ -78,10 +77,29 @@ def test_a_row_is_the_same_to_the_bit_in_any_batch_and_others_are_left_alone() -
     native, example = found(), Example(3, 16, 16)
     assert native is not None
     together = example.attend(native, [0, 1, 2, 3])
-    for row in range(len(RUNS)):
+    for row in range(len(SLOTS)):
         alone = example.attend(native, [row])
         assert torch.equal(alone[row], together[row])
-        assert (alone[[other for other in range(len(RUNS)) if other != row]] == -7).all()
+        assert (alone[[other for other in range(len(SLOTS)) if other != row]] == -7).all()
+
+
+@pytest.mark.parametrize("value_dim", [16, 7, 1])
+@pytest.mark.parametrize("key_dim", [64, 7, 1])
+@pytest.mark.parametrize("group", [1, 2, 3])
+def test_a_row_is_the_same_to_the_bit_wherever_its_tokens_lie(group: int, key_dim: int, value_dim: int) -> None:
+    native, example = found(group, key_dim, value_dim), Example(group, key_dim, value_dim)
+    assert native is not None
+    for length in (3, 17, 30):
+        together = torch.arange(length)
+        scattered = 32 + torch.randperm(32, generator=torch.Generator().manual_seed(length))[:length]
+        example.key_GSD[:, scattered] = example.key_GSD[:, together]
+        example.value_GSD[:, scattered] = example.value_GSD[:, together]
+        outputs = []
+        for slots in (together, scattered):
+            out_THD = torch.empty(len(SLOTS), 2 * group, value_dim)
+            native.attend(example.query_HTD, example.key_GSD, example.value_GSD, DecodeRows([1], [slots]), 0.5, out_THD)
+            outputs.append(out_THD[1])
+        assert torch.equal(*outputs)
 
 
 def test_strides_of_the_query_do_not_matter() -> None:
@@ -145,6 +163,42 @@ def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
     assert record.levelno == logging.WARNING
     assert "cc failed: " in record.message
     assert "\n" not in record.message
+
+
+ODD_COMPILERS = {
+    "no command line": ("it's", "No closing quotation"),
+    "fails with bytes that are no text": (r"""sh -c 'printf "\377\n" >&2; exit 1' """, "sh failed: "),
+    "makes a library without our function": ("{folder}/empty", "undefined symbol: attend"),
+    "makes no library": ("true", "attention.so"),
+}
+
+
+@pytest.mark.parametrize("kind", ODD_COMPILERS)
+def test_odd_compilers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, kind: str
+) -> None:
+    empty = tmp_path / "empty"
+    empty.write_text(
+        "#!/bin/sh\nfor last; do case $previous in -o) out=$last ;; esac; previous=$last; done\n"
+        "exec cc -shared -fPIC -x c /dev/null -o $out\n"
+    )
+    empty.chmod(0o755)
+    command, reason = ODD_COMPILERS[kind]
+    monkeypatch.setenv("CC", command.format(folder=tmp_path))
+    assert found() is None
+    [record] = caplog.records
+    assert record.message.startswith("attention uses torch's slower kernels, since ours cannot be compiled: ")
+    assert reason in record.message
+
+
+def test_a_compiler_that_works_and_prints_bytes_that_are_no_text(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = tmp_path / "noisy"
+    script.write_text('#!/bin/sh\nprintf "\\377\\n" >&2\nexec cc "$@"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CC", str(script))
+    assert found() is not None
 
 
 def test_a_compiler_that_never_ends(
