@@ -47,6 +47,10 @@ TORCHRUN_KEYS = frozenset(
 )
 """Keys of the ``torchrun`` block that TorchServe 0.12 parses (frontend ``ModelConfig.TorchRun``)."""
 
+_BATCH_TOKENS_CPU = 192
+"""More make the others of a batch wait and gain nothing (docs/performance.md)."""
+_BATCH_TOKENS_GPU = 512
+
 
 def _whole_number(value: object) -> object:
     if isinstance(value, bool):
@@ -88,8 +92,9 @@ class PippyConfig(BaseModel):
     prefix_caching: bool = True
     """Whether requests that begin with the same tokens share their cache, in whole blocks: what one computed, running
     or finished, later ones need not. How fast a first token comes may tell a client what others asked."""
-    max_batch_tokens: Int = Field(512, ge=1)
-    """Prompt and decode tokens in one batch; longer prompts run in chunks."""
+    max_batch_tokens: Int | None = Field(None, ge=1)
+    """Prompt and decode tokens in one batch; longer prompts run in chunks. By default 192 on CPUs, which are busy with
+    as many, and 512 on GPUs."""
     max_running_requests: Int = Field(64, ge=1)
     """Requests generating at the same time; more wait."""
     max_waiting_requests: Int = Field(1024, ge=0)
@@ -113,6 +118,10 @@ class PippyConfig(BaseModel):
     interface: str | None = None
     """Network interface the ranks talk over. Loopback by default; name one to span hosts, on a trusted network
     only, since RPC executes what a peer sends."""
+
+    def batch_tokens(self, *, on_cpu: bool) -> int:
+        """Return ``max_batch_tokens``, or its default for the kind of device."""
+        return self.max_batch_tokens or (_BATCH_TOKENS_CPU if on_cpu else _BATCH_TOKENS_GPU)
 
     @field_validator("input_names")
     @classmethod

@@ -82,7 +82,7 @@ def make_scheduler(loaded: LoadedRank, config: ServingConfig) -> Scheduler:
     pippy = config.pippy
     limits = Limits(
         max_len=loaded.max_len,
-        max_batch_tokens=pippy.max_batch_tokens,
+        max_batch_tokens=pippy.batch_tokens(on_cpu=loaded.stage.device.type == "cpu"),
         max_running=pippy.max_running_requests,
         max_waiting=pippy.max_waiting_requests,
         num_in_flight=pippy.chunks or loaded.group.place.world_size,

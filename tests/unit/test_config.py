@@ -29,7 +29,7 @@ GOOD_PIPPY: dict[str, list[Any]] = {
     "split": ["time", "memory", [1], [10, 20]],
     "block_size": [1, 1024],
     "kv_cache_tokens": [1, 10**9, None],
-    "max_batch_tokens": [1, 8192],
+    "max_batch_tokens": [1, 8192, None],
     "max_running_requests": [1, 500],
     "max_waiting_requests": [0, 10],
     "step_timeout": [0.1, 3600],
@@ -156,7 +156,7 @@ def test_all_errors_are_told_at_once(model_dir: Path) -> None:
 def test_defaults(model_dir: Path) -> None:
     config = check(model_dir)
     assert config.pippy == PippyConfig()
-    assert (config.pippy.split, config.pippy.block_size, config.pippy.max_batch_tokens) == ("time", 16, 512)
+    assert (config.pippy.split, config.pippy.block_size, config.pippy.max_batch_tokens) == ("time", 16, None)
     assert config.handler.max_new_tokens == 256
     assert config.handler.torch_dtype_name is None
 
