@@ -55,9 +55,15 @@ def keys(launches: Sequence[str]) -> list[tuple[str, str, int, str]]:
     return list(itertools.product(launches, FAULTS, PLACES, MOMENTS))
 
 
+def kept() -> dict[str, dict[str, object]]:
+    """Return what was measured before."""
+    return json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+
+
 def measure(launch: Launch, results: dict[str, dict[str, object]], deadline: float) -> None:
     """Add what is missing of a launch mode to the results, until the deadline."""
     missing = [key for key in keys([launch]) if "/".join(map(str, key)) not in results]
+    missing.sort(key=lambda key: MOMENTS.index(key[3]), reverse=True)  # a streak of one moment tells the most
     if not missing:
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -72,6 +78,7 @@ def measure(launch: Launch, results: dict[str, dict[str, object]], deadline: flo
                 _, fault, rank, moment = key
                 cell = breakable.measure(fault, rank, moment)
                 print("/".join(map(str, key)), cell, flush=True)
+                results |= kept()  # the other launch mode may be measured at the same time
                 results["/".join(map(str, key))] = asdict(cell)
                 RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 
@@ -98,10 +105,10 @@ def main() -> None:
     parser.add_argument("--launch", choices=LAUNCHES, action="append")
     arguments = parser.parse_args()
     deadline = time.monotonic() + arguments.seconds
-    results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    results = kept()
     for launch in arguments.launch or LAUNCHES:
         measure(launch, results, deadline)
-        (DOCS / "fault_table.md").write_text(HEAD + table(results) + NOTE.lstrip("\n"))
+        (DOCS / "fault_table.md").write_text(HEAD + table(kept()) + NOTE.lstrip("\n"))
 
 
 if __name__ == "__main__":
