@@ -99,8 +99,12 @@ class PippyConfig(BaseModel):
     """Requests generating at the same time; more wait."""
     max_waiting_requests: Int = Field(1024, ge=0)
     """Requests that may wait; more are refused with status 429."""
-    step_timeout: Float = Field(300.0, gt=0, allow_inf_nan=False)
-    """Seconds one batch may take from the first stage to the last before the pipeline counts as broken."""
+    step_timeout: Float = Field(120.0, gt=0, allow_inf_nan=False)
+    """Seconds a rank may work on one batch. After that it counts as stuck: the stacks of all ranks are logged, and the
+    ranks are started anew."""
+    heartbeat_timeout: Float = Field(5.0, ge=1, allow_inf_nan=False)
+    """Seconds without a heartbeat after which a rank counts as stopped or cut off, and the ranks are started anew. A
+    thread of its own sends them, also while a rank computes."""
     threads_per_rank: Int | None = Field(None, ge=1)
     """Compute threads of each rank; by default the cores of this host divided among its ranks."""
     pack_weights: bool = True

@@ -308,16 +308,17 @@ class Engine:
         """Start a batch; with a single stage, return its logits at once."""
         stage, transport = self.loaded.stage, self.loaded.transport
         METER.spent("bookkeeping")
-        if transport is not None:
-            transport.send_batch(step.batch)
+        with self.loaded.pulse.step():
+            if transport is not None:
+                transport.send_batch(step.batch)
+                METER.spent("send")
+            outputs = stage.run(step.batch, {})
+            METER.ran(step.batch.num_tokens)
+            METER.spent("compute")
+            if transport is None:
+                return outputs[stage.graph.outputs[0]]
+            transport.send_values(stage.graph.sends, outputs)
             METER.spent("send")
-        outputs = stage.run(step.batch, {})
-        METER.ran(step.batch.num_tokens)
-        METER.spent("compute")
-        if transport is None:
-            return outputs[stage.graph.outputs[0]]
-        transport.send_values(stage.graph.sends, outputs)
-        METER.spent("send")
         return None
 
     def _collect(self) -> None:
@@ -331,7 +332,8 @@ class Engine:
             METER.spent("compute")
         else:
             assert self.loaded.transport is not None
-            token_ids, logprobs, received = self.loaded.transport.receive_result(batch, self.loaded.vocab_size)
+            with self.loaded.pulse.expecting():
+                token_ids, logprobs, received = self.loaded.transport.receive_result(batch, self.loaded.vocab_size)
             logits = received if received is not None else torch.empty(0)
             METER.spent("wait")
         self._in_flight.popleft()

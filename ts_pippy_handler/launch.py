@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from typing import IO, Any
 
-from ts_pippy_handler import loading, process, ranks, worker
+from ts_pippy_handler import loading, lost_ranks, process, ranks, worker
 from ts_pippy_handler.config import ServingConfig
 from ts_pippy_handler.engine import Engine
 from ts_pippy_handler.errors import LoadError, PipelineError, RankLostError
@@ -70,9 +70,11 @@ def start_joined(config: ServingConfig, group: ranks.Group) -> Engine | None:
     """
     loaded = loading.load(group, config)
     if group.place.rank:
+        lost_ranks.watch(loaded, config.pippy)
         worker.start_thread(loaded)
         return None
     engine = Engine(loaded, make_scheduler(loaded, config), on_death=_end_process)
+    lost_ranks.watch(loaded, config.pippy)
     _warm_up(engine, config)
     return engine
 
@@ -120,6 +122,7 @@ class _Spawner:
         self._engine = engine
         threading.Thread(target=self._watch, name="child-watch", daemon=True).start()
         try:
+            lost_ranks.watch(loaded, self._config.pippy, lost_ranks.end_child_of(engine))
             _warm_up(engine, self._config)
         except BaseException:
             engine.close()
@@ -146,7 +149,9 @@ class _Spawner:
         old.group.leave(is_broken=True)
         group = self._spawn(old.num_slots)
         try:
-            return loading.rejoin(old, group, self._config)
+            loaded = loading.rejoin(old, group, self._config)
+            lost_ranks.watch(loaded, self._config.pippy, lost_ranks.end_child_of(self._engine))
+            return loaded
         except LoadError:
             group.leave(is_broken=True)
             raise
@@ -172,10 +177,11 @@ def _warm_up(engine: Engine, config: ServingConfig) -> None:
     """
     events: queue.Queue[TokenEvent] = queue.Queue()
     engine.submit([0], SamplingParams(max_new_tokens=1, ignore_eos=True), events.put)
+    timeout_s = config.pippy.step_timeout * (engine.loaded.group.place.world_size + 1)
     try:
-        event = events.get(timeout=config.pippy.step_timeout)
+        event = events.get(timeout=timeout_s)
     except queue.Empty:
-        raise LoadError(f"the first pass did not come back within {config.pippy.step_timeout:g} s") from None
+        raise LoadError(f"the first pass did not come back within {timeout_s:g} s") from None
     if event.finish_reason is not FinishReason.LENGTH:
         raise LoadError(f"the first pass failed: {event.error}")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,6 +22,7 @@ from ts_pippy_handler.config import PippyConfig, ServingConfig, written_layers
 from ts_pippy_handler.errors import CheckpointError, ConfigError, LoadError, one_line
 from ts_pippy_handler.generation_defaults import read_defaults
 from ts_pippy_handler.graph_data import ModelFacts, decode_stage
+from ts_pippy_handler.heartbeat import Pulse
 from ts_pippy_handler.meter import peak_memory_bytes
 from ts_pippy_handler.process import keep_freed_memory
 from ts_pippy_handler.ranks import Group, device_of, set_threads
@@ -53,6 +54,8 @@ class LoadedRank:
     vocab_size: int
     stages: list[bytes]
     """On rank 0 every rank's stage, to hand out again when ranks are started anew."""
+    pulse: Pulse = field(default_factory=Pulse)
+    """Tells the watchdog when this rank works."""
 
 
 def load(group: Group, config: ServingConfig, *, show_progress: bool = False) -> LoadedRank:
