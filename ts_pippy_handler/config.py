@@ -297,7 +297,7 @@ def written_config(model_path: str) -> dict[str, Any]:
     file = Path(model_path) / "config.json"
     try:
         written = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: {one_line(error)}") from error
     if not isinstance(written, dict):
         raise CheckpointError(f"{file}: must be a JSON object, got {type(written).__name__}")

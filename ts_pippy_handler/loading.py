@@ -131,11 +131,16 @@ def rejoin(loaded: LoadedRank, group: Group, config: ServingConfig) -> LoadedRan
     )
 
 
-def trace_checkpoint(config: ServingConfig) -> tracing.TracedModel:
-    """Trace the model a configuration names, in the configured dtype or the checkpoint's own."""
+def trace_checkpoint(config: ServingConfig, checkpoint: Checkpoint | None = None) -> tracing.TracedModel:
+    """Trace the model a configuration names, in the configured dtype or the checkpoint's own.
+
+    Args:
+        config: Names the model.
+        checkpoint: Its tensors, where it will be loaded.
+    """
     read = read_model_config(config)
     name = config.handler.torch_dtype_name
-    return tracing.trace(read, tracing.checkpoint_dtype(read) if name is None else getattr(torch, name))
+    return tracing.trace(read, tracing.checkpoint_dtype(read) if name is None else getattr(torch, name), checkpoint)
 
 
 def read_model_config(config: ServingConfig) -> Any:

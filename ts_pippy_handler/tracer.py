@@ -31,7 +31,7 @@ def trace_stages(config: ServingConfig, num_stages: int) -> list[bytes]:
         LoadError: If the model cannot be traced or split; the subclass tells which.
     """
     checkpoint = Checkpoint(config.handler.model_path, config.handler.index_filename)
-    cache = TraceCache(config, num_stages, checkpoint.names)
+    cache = TraceCache(config, num_stages, checkpoint.names, checkpoint.same_memory)
     if (kept := cache.load()) is not None:
         return kept
     job = json.dumps({"config": config.model_dump(exclude_none=True), "num_stages": num_stages})
@@ -59,8 +59,9 @@ def _trace(config: ServingConfig, num_stages: int) -> list[bytes]:
     from ts_pippy_handler import loading, splitting
     from ts_pippy_handler.graph_data import ModelFacts, encode_stage
 
-    traced = loading.trace_checkpoint(config)
-    traced.ask_checkpoint(Checkpoint(config.handler.model_path, config.handler.index_filename))
+    checkpoint = Checkpoint(config.handler.model_path, config.handler.index_filename)
+    traced = loading.trace_checkpoint(config, checkpoint)
+    traced.ask_checkpoint(checkpoint)
     graphs = splitting.split(traced, loading.layers_per_stage(traced, config.pippy, num_stages))
     return [encode_stage(graph, ModelFacts.of(traced, graph)) for graph in graphs]
 
