@@ -1,4 +1,4 @@
-"""The ``ts-pippy`` command: generate without TorchServe, plan a split, package a model, measure.
+"""The ``ts-pippy`` command: generate without TorchServe, plan a split, package a model, measure, drain.
 
 Errors go to standard error in one line with a status other than 0; ``--debug`` shows the traceback instead. Results
 go to standard output, and nothing else does.
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ts_pippy_handler import __version__, bench_cli
+from ts_pippy_handler import __version__, bench_cli, drain_cli
 from ts_pippy_handler.config import DTYPES, ServingConfig, load_config
 from ts_pippy_handler.errors import ConfigError, InvalidRequestError, PippyError, one_line
 
@@ -82,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_shard(commands)
     _add_package(commands)
     _add_bench(commands)
+    _add_drain(commands)
     return parser
 
 
@@ -142,6 +143,13 @@ def _add_package(commands: Any) -> None:
 def _add_bench(commands: Any) -> None:
     text = "Measure a workload: through the engine, or against a server."
     bench_cli.add_options(_command(commands, "bench", _bench, text, needs_model=False))
+
+
+def _add_drain(commands: Any) -> None:
+    text = "Let a model that TorchServe serves on this host finish its requests and take no new ones."
+    parser = commands.add_parser("drain", help=text, description=text)
+    parser.set_defaults(run=_drain)
+    drain_cli.add_options(parser)
 
 
 def _split(text: str) -> str | list[int]:
@@ -323,6 +331,11 @@ def _bench(options: argparse.Namespace) -> int:
             config, options.stages, workload, spawn, concurrency=options.concurrency, outputs=options.save_outputs
         )
     print(json.dumps(report.as_dict()) if options.json else report.as_table())
+    return 0
+
+
+def _drain(options: argparse.Namespace) -> int:
+    drain_cli.drain(options, say=lambda line: print(line, flush=True))
     return 0
 
 
