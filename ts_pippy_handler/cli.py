@@ -137,6 +137,8 @@ def _add_package(commands: Any) -> None:
     parser.add_argument("--archive-format", choices=["default", "tgz", "no-archive"], default="default")
     parser.add_argument("--model-version", default="1.0", metavar="V")
     parser.add_argument("--copy-weights", action="store_true", help="put the checkpoint into the archive")
+    parser.add_argument("--max-running", type=int, metavar="N", help="requests generating at the same time; 64")
+    parser.add_argument("--max-waiting", type=int, metavar="N", help="requests that may wait, more get status 429; 256")
     parser.add_argument("--force", action="store_true", help="replace an existing archive")
 
 
@@ -293,6 +295,7 @@ def _shard(options: argparse.Namespace) -> int:
 def _package(options: argparse.Namespace) -> int:
     from ts_pippy_handler import archive
 
+    limits = {"max_running_requests": options.max_running, "max_waiting_requests": options.max_waiting}
     written = archive.package(
         archive.ArchiveOptions(
             model_path=Path(options.model_dir),
@@ -305,7 +308,8 @@ def _package(options: argparse.Namespace) -> int:
             dtype=options.dtype,
             copy_weights=options.copy_weights,
             force=options.force,
-            pippy={} if options.split == "time" else {"split": options.split},
+            pippy=({} if options.split == "time" else {"split": options.split})
+            | {name: value for name, value in limits.items() if value is not None},
         )
     )
     print(written)

@@ -92,7 +92,7 @@ class PippyConfig(BaseModel):
     """Prompt and decode tokens in one batch; longer prompts run in chunks."""
     max_running_requests: Int = Field(64, ge=1)
     """Requests generating at the same time; more wait."""
-    max_waiting_requests: Int = Field(1024, ge=0)
+    max_waiting_requests: Int = Field(256, ge=0)
     """Requests that may wait; more are refused with status 429."""
     step_timeout: Float = Field(300.0, gt=0, allow_inf_nan=False)
     """Seconds one batch may take from the first stage to the last before the pipeline counts as broken."""

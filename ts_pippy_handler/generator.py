@@ -91,12 +91,13 @@ class Generator:
             PipelineError: If the pipeline is broken.
         """
         self._check_limits(wishes, num_choices)
+        # Before the prompts are encoded: a refusal has to cost next to nothing when there are many.
+        self.engine.check_room(len(prompts) * num_choices)
         completions = [
             completion
             for prompt in prompts
             for completion in self._choices(self._completion(prompt, wishes), num_choices)
         ]
-        self.engine.check_room(len(completions))
         try:
             for completion in completions:
                 self._start(completion, wishes.timeout_s)
