@@ -16,6 +16,7 @@ LIGHT = [
     *(
         "archive",
         "config",
+        "drain_cli",
         "errors",
         "kv_cache",
         "meter",

@@ -1,4 +1,4 @@
-"""The ``ts-pippy`` command: generate without TorchServe, plan a split, package a model, measure.
+"""The ``ts-pippy`` command: generate without TorchServe, plan a split, package a model, measure, drain.
 
 Errors go to standard error in one line with a status other than 0; ``--debug`` shows the traceback instead. Results
 go to standard output, and nothing else does.
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ts_pippy_handler import __version__, bench_cli
+from ts_pippy_handler import __version__, bench_cli, drain_cli
 from ts_pippy_handler.config import DTYPES, ServingConfig, load_config
 from ts_pippy_handler.errors import ConfigError, InvalidRequestError, PippyError, one_line
 
@@ -82,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_shard(commands)
     _add_package(commands)
     _add_bench(commands)
+    _add_drain(commands)
     return parser
 
 
@@ -136,12 +137,21 @@ def _add_package(commands: Any) -> None:
     parser.add_argument("--archive-format", choices=["default", "tgz", "no-archive"], default="default")
     parser.add_argument("--model-version", default="1.0", metavar="V")
     parser.add_argument("--copy-weights", action="store_true", help="put the checkpoint into the archive")
+    parser.add_argument("--max-running", type=int, metavar="N", help="requests generating at the same time; 64")
+    parser.add_argument("--max-waiting", type=int, metavar="N", help="requests that may wait, more get status 429; 256")
     parser.add_argument("--force", action="store_true", help="replace an existing archive")
 
 
 def _add_bench(commands: Any) -> None:
     text = "Measure a workload: through the engine, or against a server."
     bench_cli.add_options(_command(commands, "bench", _bench, text, needs_model=False))
+
+
+def _add_drain(commands: Any) -> None:
+    text = "Let a model that TorchServe serves on this host finish its requests and take no new ones."
+    parser = commands.add_parser("drain", help=text, description=text)
+    parser.set_defaults(run=_drain)
+    drain_cli.add_options(parser)
 
 
 def _split(text: str) -> str | list[int]:
@@ -285,6 +295,7 @@ def _shard(options: argparse.Namespace) -> int:
 def _package(options: argparse.Namespace) -> int:
     from ts_pippy_handler import archive
 
+    limits = {"max_running_requests": options.max_running, "max_waiting_requests": options.max_waiting}
     written = archive.package(
         archive.ArchiveOptions(
             model_path=Path(options.model_dir),
@@ -297,7 +308,8 @@ def _package(options: argparse.Namespace) -> int:
             dtype=options.dtype,
             copy_weights=options.copy_weights,
             force=options.force,
-            pippy={} if options.split == "time" else {"split": options.split},
+            pippy=({} if options.split == "time" else {"split": options.split})
+            | {name: value for name, value in limits.items() if value is not None},
         )
     )
     print(written)
@@ -323,6 +335,11 @@ def _bench(options: argparse.Namespace) -> int:
             config, options.stages, workload, spawn, concurrency=options.concurrency, outputs=options.save_outputs
         )
     print(json.dumps(report.as_dict()) if options.json else report.as_table())
+    return 0
+
+
+def _drain(options: argparse.Namespace) -> int:
+    drain_cli.drain(options, say=lambda line: print(line, flush=True))
     return 0
 
 

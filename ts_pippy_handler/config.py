@@ -97,7 +97,7 @@ class PippyConfig(BaseModel):
     as many, and 512 on GPUs."""
     max_running_requests: Int = Field(64, ge=1)
     """Requests generating at the same time; more wait."""
-    max_waiting_requests: Int = Field(1024, ge=0)
+    max_waiting_requests: Int = Field(256, ge=0)
     """Requests that may wait; more are refused with status 429."""
     step_timeout: Float = Field(120.0, gt=0, allow_inf_nan=False)
     """Seconds a rank may work on one batch. After that it counts as stuck: the stacks of all ranks are logged, and the
@@ -164,6 +164,9 @@ class HandlerConfig(BaseModel):
     request_timeout: Float | None = Field(600.0, gt=0, allow_inf_nan=False)
     """Seconds a request may take from its arrival, waiting included; None for no limit. Then it ends with the tokens it
     has and the finish reason ``abort``; a request may ask for less with ``timeout``."""
+    drain_timeout: Float = Field(120.0, gt=0, allow_inf_nan=False)
+    """Seconds that accepted requests have to finish once the model is drained (``ts-pippy drain``, or SIGUSR1 to
+    rank 0); then they end with what they have and the finish reason ``abort``."""
     max_stop_strings: Int = Field(16, ge=0, le=64)
     """Stop strings of one request; more are refused with status 400."""
     max_choices: Int = Field(32, ge=1, le=128)

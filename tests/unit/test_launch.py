@@ -29,7 +29,7 @@ def test_the_scheduler_gets_its_limits_from_the_configuration(checkpoints: Check
     engine = launch.start_spawned(settings, 1)
     try:
         limits = engine.scheduler.limits
-        assert (limits.max_batch_tokens, limits.max_running, limits.max_waiting) == (77, 3, 1024)
+        assert (limits.max_batch_tokens, limits.max_running, limits.max_waiting) == (77, 3, 256)
         assert (limits.num_in_flight, limits.max_len) == (5, 256)
         assert engine.scheduler.allocator.num_blocks == 16
         assert engine.eos_token_ids == [EOS_ID]
