@@ -191,7 +191,7 @@ class Breakable:
                 answer = connection.getresponse()
                 status = answer.status
                 for piece in _lines(answer):
-                    if "error" in piece or status != 200:
+                    if status != 200 or "token_ids" not in piece:  # an error in the place of a piece
                         break
                     tokens += piece["token_ids"]
                     is_whole = piece.get("finish_reason") is not None
