@@ -59,9 +59,9 @@ class Outcome:
         """The outcome in one word or two."""
         if self.is_whole:
             return "finished"
-        if self.status == 200:
-            return "cut"
-        return self.error if self.status is None else str(self.status)
+        if self.error:
+            return self.error
+        return "error in the stream" if self.status == 200 else str(self.status)
 
 
 @dataclass(frozen=True)
@@ -191,10 +191,12 @@ class Breakable:
                 answer = connection.getresponse()
                 status = answer.status
                 for piece in _lines(answer):
-                    if "error" in piece or status != 200:
+                    if status != 200 or "token_ids" not in piece:  # an error in the place of a piece
                         break
                     tokens += piece["token_ids"]
                     is_whole = piece.get("finish_reason") is not None
+                else:
+                    error = "" if is_whole else "cut"
             except TimeoutError:
                 error = "client gave up"
             except (*NO_ANSWER, ValueError):

@@ -24,6 +24,8 @@ from tests.packages import Launch, Packages
 DOCS = Path(__file__).parents[2] / "docs"
 RESULTS = DOCS / "fault_table.json"
 LAUNCHES: tuple[Launch, ...] = ("torchrun", "spawn")
+_PER_SERVER = 5
+"""Spawn mode starts its ranks anew five times in five minutes, and then gives up."""
 PLACES = {0: "0", 1: "1, middle", STAGES - 1: f"{STAGES - 1}, last"}
 
 HEAD = f"""\
@@ -69,18 +71,20 @@ def measure(launch: Launch, results: dict[str, dict[str, object]], deadline: flo
     with tempfile.TemporaryDirectory() as folder:
         model = Checkpoints(Path(folder))("llama")
         packages = Packages(Path(folder))
-        server = Path(folder) / "server"
-        server.mkdir()
-        with Breakable(packages, model, launch, server) as breakable:
-            for key in missing:
-                if time.monotonic() > deadline:
-                    return
-                _, fault, rank, moment = key
-                cell = breakable.measure(fault, rank, moment)
-                print("/".join(map(str, key)), cell, flush=True)
-                results |= kept()  # the other launch mode may be measured at the same time
-                results["/".join(map(str, key))] = asdict(cell)
-                RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        for start in range(0, len(missing), _PER_SERVER):
+            server = Path(folder) / f"server{start}"
+            server.mkdir()
+            with Breakable(packages, model, launch, server) as breakable:
+                for key in missing[start : start + _PER_SERVER]:
+                    if time.monotonic() > deadline:
+                        return
+                    _, fault, rank, moment = key
+                    cell = breakable.measure(fault, rank, moment)
+                    name = "/".join(map(str, key))
+                    print(name, cell, flush=True)
+                    results |= kept()  # the other launch mode may be measured at the same time
+                    results[name] = asdict(cell)
+                    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def table(results: dict[str, dict[str, object]]) -> str:
