@@ -17,6 +17,7 @@ LIGHT = [
         "archive",
         "config",
         "errors",
+        "hub",
         "kv_cache",
         "meter",
         "partition",
