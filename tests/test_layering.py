@@ -18,6 +18,7 @@ LIGHT = [
         "config",
         "drain_cli",
         "errors",
+        "hub",
         "kv_cache",
         "meter",
         "partition",

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ts_pippy_handler import __version__, bench_cli, drain_cli
-from ts_pippy_handler.config import DTYPES, ServingConfig, load_config
+from ts_pippy_handler.config import DTYPES, ServingConfig, load_config, locate
 from ts_pippy_handler.errors import ConfigError, InvalidRequestError, PippyError, one_line
 
 if TYPE_CHECKING:
@@ -90,7 +90,13 @@ def _command(commands: Any, name: str, run: Any, text: str, *, needs_model: bool
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
     parser.set_defaults(run=run)
     number = None if needs_model else "?"
-    parser.add_argument("model_dir", metavar="MODEL_DIR", nargs=number, help="directory of a Hugging Face checkpoint")
+    parser.add_argument(
+        "model_dir", metavar="MODEL_DIR", nargs=number, help="directory of a Hugging Face checkpoint, or hub id"
+    )
+    parser.add_argument(
+        "--revision", metavar="R", help="of a hub id: branch, tag or commit; by default the main branch"
+    )
+    parser.add_argument("--download", action="store_true", help="fetch a hub id that the cache lacks")
     parser.add_argument("--stages", type=int, required=needs_model, metavar="N", help="number of pipeline stages")
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="by default the checkpoint's own")
     parser.add_argument(
@@ -190,7 +196,9 @@ class _AppendIds(_AppendPrompt):
 
 
 def _config(options: argparse.Namespace) -> ServingConfig:
-    handler = {"model_path": options.model_dir, "request_timeout": None}
+    handler = {"model_path": options.model_dir, "request_timeout": None, "download": options.download}
+    if options.revision is not None:
+        handler["revision"] = options.revision
     if options.dtype:
         handler["dtype"] = options.dtype
     return load_config({"pippy": {"split": "time" if options.split is None else options.split}, "handler": handler})
@@ -296,9 +304,11 @@ def _package(options: argparse.Namespace) -> int:
     from ts_pippy_handler import archive
 
     limits = {"max_running_requests": options.max_running, "max_waiting_requests": options.max_waiting}
+    given = {"model_path": options.model_dir, "revision": options.revision, "download": options.download}
+    located = locate(given)
     written = archive.package(
         archive.ArchiveOptions(
-            model_path=Path(options.model_dir),
+            model_path=Path(located["model_path"]),
             name=options.name,
             num_stages=options.stages,
             output=options.output,

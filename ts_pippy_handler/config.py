@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
+from ts_pippy_handler import hub
 from ts_pippy_handler.errors import CheckpointError, ConfigError, one_line
 from ts_pippy_handler.validation import describe_errors, nearest, show
 
@@ -150,7 +151,12 @@ class HandlerConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     model_path: str
-    """Directory of the Hugging Face checkpoint: config.json, weights, and a tokenizer where text is used."""
+    """Directory of the Hugging Face checkpoint: config.json, weights, and a tokenizer where text is used; or its id on
+    the hub, ``ORGANISATION/NAME``, which is looked for in the hub's cache on this machine."""
+    revision: str | None = None
+    """Branch, tag or commit of a model named by its id; by default the main branch."""
+    download: bool = False
+    """Whether a model named by its id may be fetched from the hub where the cache lacks it."""
     index_filename: str | None = None
     """Index of a sharded checkpoint, relative to ``model_path``; found by itself when absent."""
     dtype: str | None = None
@@ -229,10 +235,31 @@ def load_config(mapping: Mapping[str, Any] | None, *, model_dir: str | None = No
     handler = _block(renamed(mapping), "handler", required=True)
     path = handler.get("model_path")
     if model_dir is not None and isinstance(path, str) and not Path(path).is_absolute():
-        handler["model_path"] = str(Path(model_dir) / path)
+        inside = Path(model_dir) / path
+        handler["model_path"] = path if hub.is_id(path) and not inside.is_dir() else str(inside)
+    handler = locate(handler)
     if pippy.get("model_type", "HF") in (None, ""):
         raise ConfigError(f"pippy.model_type: only 'HF' can be split, got {show(pippy['model_type'])}")
     return ServingConfig(pippy=parse(PippyConfig, pippy, "pippy"), handler=parse(HandlerConfig, handler, "handler"))
+
+
+def locate(handler: dict[str, Any]) -> dict[str, Any]:
+    """Return the ``handler`` block with the directory of the model in the place of its id.
+
+    Raises:
+        ConfigError: If there is none, or a directory is given together with a revision.
+    """
+    path, revision, download = handler.get("model_path"), handler.get("revision"), handler.get("download", False)
+    if not isinstance(path, str) or not isinstance(revision, str | None) or not isinstance(download, bool):
+        return handler  # its own check says what is wrong
+    if Path(path).is_dir() or not hub.is_id(path):
+        if revision is not None:
+            raise ConfigError(
+                f"handler.revision: {show(revision)} is for a model named by its id, "
+                f"but handler.model_path is {show(path)}"
+            )
+        return handler
+    return {**handler, "model_path": hub.find(path, revision, download=download), "revision": None}
 
 
 def parse(model: type[Model], values: Mapping[str, Any], prefix: str = "") -> Model:

@@ -132,6 +132,12 @@ class TracedModel:
                     f"{kind}: layer {layer} keeps its state without attention (a state-space or linear layer?); "
                     "only layers with attention can be split exactly"
                 )
+            if windows[layer] == 1:
+                # Its cache keeps the last "window - 1" tokens as [-0:], which is all of them.
+                raise UnsupportedModelError(
+                    f"{kind}: layer {layer} has a sliding window of 1 token, for which transformers itself gives other "
+                    "answers with its cache than without"
+                )
             expected = types[layer] if layer < len(types) else "full_attention"
             if expected not in ("full_attention", "sliding_attention"):
                 raise UnsupportedModelError(f"{kind}: layer {layer} is of type {expected!r}, which is not supported")

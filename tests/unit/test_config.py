@@ -55,6 +55,8 @@ GOOD_HANDLER: dict[str, list[Any]] = {
     "max_response_size": [65_536, 10**9],
     "grpc_streaming": [True, False],
     "trust_remote_code": [True, False],
+    "download": [True, False],
+    "revision": [None],
 }
 BAD_PIPPY: list[tuple[str, Any, str]] = [
     ("model_type", "ONNX", "pippy.model_type: must be .*HF.*, got 'ONNX'"),
@@ -113,6 +115,8 @@ BAD_HANDLER: list[tuple[str, Any, str]] = [
     ("manual_seed", -1, "handler.manual_seed: must be a whole number, at least 0 and .*, got -1"),
     ("manual_seed", 2**63, f"handler.manual_seed: must be a whole number, .*below {2**63}, got {2**63}"),
     ("trust_remote_code", "perhaps", "handler.trust_remote_code: must be true or false, got 'perhaps'"),
+    ("download", "perhaps", "handler.download: must be true or false, got 'perhaps'"),
+    ("revision", "v2", "handler.revision: 'v2' is for a model named by its id, but handler.model_path is '.*'"),
 ]
 
 

@@ -155,6 +155,19 @@ def test_a_tensor_that_is_nowhere(checkpoints: Checkpoints, tmp_path: Path) -> N
         Pipeline(directory, [2, 2])
 
 
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "base_model.model."])
+def test_a_prefix_that_a_training_tool_added_is_named(checkpoints: Checkpoints, tmp_path: Path, prefix: str) -> None:
+    directory = copy_checkpoint(checkpoints("llama", layers=4, shard_bytes=None), tmp_path / "copy")
+    file = directory / "model.safetensors"
+    renamed = {prefix + name: tensor for name, tensor in load_file(file).items()}
+    save_file(renamed, file, metadata={"format": "pt"})
+    message = f"{file}: holds no tensor 'model."
+    with pytest.raises(
+        CheckpointError, match=rf"^{re.escape(message)}.*: save the weights with names that lack '{prefix}'"
+    ):
+        Pipeline(directory, [2, 2])
+
+
 @pytest.mark.parametrize("layers_per_stage", [[4], [2, 2]])
 def test_a_head_that_differs_from_the_embedding_it_is_tied_to(
     checkpoints: Checkpoints, tmp_path: Path, layers_per_stage: list[int]
