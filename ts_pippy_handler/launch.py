@@ -37,12 +37,14 @@ _LAST_WORDS_S = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class SpawnOptions:
-    """How spawn mode presents its children."""
+    """What the caller of spawn mode chooses."""
 
     stdout: IO[Any] | int | None = None
     """Where the other ranks print; None for where this process does."""
     show_progress: bool = False
     log_level: str = "INFO"
+    ends_process: bool = False
+    """Whether this process ends when ranks cannot be kept alive, for a server to start it anew."""
 
 
 def start_spawned(config: ServingConfig, num_stages: int, options: SpawnOptions | None = None) -> Engine:
@@ -51,7 +53,7 @@ def start_spawned(config: ServingConfig, num_stages: int, options: SpawnOptions 
     Args:
         config: The checked configuration.
         num_stages: Number of stages, one rank each.
-        options: Output of the children.
+        options: Output of the children, and what becomes of this process.
 
     Raises:
         LoadError: If the configuration is wrong or a rank fails to load.
@@ -118,7 +120,8 @@ class _Spawner:
         except BaseException:
             group.leave(is_broken=True)
             raise
-        engine = Engine(loaded, scheduler, revive=self._revive, on_death=_log_death)
+        on_death = _end_soon if self._options.ends_process else _log_death
+        engine = Engine(loaded, scheduler, revive=self._revive, on_death=on_death)
         self._engine = engine
         threading.Thread(target=self._watch, name="child-watch", daemon=True).start()
         try:
@@ -190,15 +193,21 @@ def _log_death(error: PipelineError) -> None:
     logger.error("the pipeline is broken for good: %s", error)
 
 
-def _end_process(error: PipelineError) -> None:
-    """Under torchrun: let pending answers out, then end, so that TorchServe restarts all ranks.
-
-    When a rank is gone TorchServe knows, answers everybody and starts anew. What rank 0 says from then on waits in the
-    frontend and is taken for the answer to the new ranks' first command, so it must say nothing.
-    """
+def _end_soon(error: PipelineError) -> None:
+    """Let pending answers out, then end, so that TorchServe starts the worker anew."""
     _log_death(error)
-    if isinstance(error, RankLostError):
-        process.end_process(1)
     timer = threading.Timer(_LAST_WORDS_S, process.end_process, (1,))
     timer.daemon = True
     timer.start()
+
+
+def _end_process(error: PipelineError) -> None:
+    """Under torchrun: the same, but say nothing any more where TorchServe knows that a rank is gone.
+
+    It answers everybody then and starts anew. What rank 0 says from then on waits in the frontend and is taken for the
+    answer to the new ranks' first command, so it must say nothing.
+    """
+    if isinstance(error, RankLostError):
+        _log_death(error)
+        process.end_process(1)
+    _end_soon(error)
