@@ -308,7 +308,9 @@ class Hub(_Monitor):
             return None
         self._log_stacks()
         self._beat(wants_stacks=True)
-        self._listen_until(time.monotonic() + _STACKS_S)
+        deadline = time.monotonic() + _STACKS_S
+        while time.monotonic() < deadline:
+            self._listen_until(deadline)
         limit = self._limits.step_s
         return self._verdict(rank, f"stuck in a step for {busy[rank]:.1f} s (pippy.step_timeout is {limit:g})")
 
