@@ -34,7 +34,7 @@ _MAX_STRANGERS = 64
 _GREETING_S = 5.0
 """A connection that has not shown the secret by then is closed."""
 _STACKS_S = 1.0
-"""How long the other ranks have to log their stacks before anything is ended."""
+"""How long the other ranks have at most to log their stacks before anything is ended."""
 _CLOSE_S = 2.0
 
 
@@ -308,7 +308,8 @@ class Hub(_Monitor):
             return None
         self._log_stacks()
         self._beat(wants_stacks=True)
-        deadline = time.monotonic() + _STACKS_S
+        # Not so long that they miss this rank's heartbeat.
+        deadline = time.monotonic() + min(_STACKS_S, self._limits.silence_s / 2)
         while time.monotonic() < deadline:
             self._listen_until(deadline)
         limit = self._limits.step_s
