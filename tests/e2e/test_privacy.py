@@ -13,15 +13,15 @@ SECRET = "walnut-7193-cupboard"
 CHAT = {"role": "user", "content": f"Hide {SECRET}."}
 
 
-def _bodies() -> list[tuple[int, str, dict[str, Any] | bytes]]:
+def _bodies(model: str) -> list[tuple[int, str, dict[str, Any] | bytes]]:
     return [
         (200, "", {"prompt": f"Hide {SECRET}.", "max_new_tokens": 8}),
-        (200, "/1.0/v1/completions", {"model": "m", "prompt": SECRET, "max_tokens": 8, "logprobs": 2}),
-        (200, "/1.0/v1/chat/completions", {"model": "m", "messages": [CHAT], "max_tokens": 8}),
+        (200, "/1.0/v1/completions", {"model": model, "prompt": SECRET, "max_tokens": 8, "logprobs": 2}),
+        (200, "/1.0/v1/chat/completions", {"model": model, "messages": [CHAT], "max_tokens": 8}),
         (400, "", {"prompt": SECRET, SECRET: 1}),
         (400, "", {"prompt": {"text": SECRET}}),
         (400, "", f'{{"prompt": "{SECRET}'.encode()),
-        (400, "/1.0/v1/chat/completions", {"model": "m", "messages": [{"role": SECRET, "content": SECRET}]}),
+        (400, "/1.0/v1/chat/completions", {"model": model, "messages": [CHAT], SECRET: 1}),
         (404, f"/1.0/v1/{SECRET}", {"prompt": SECRET}),
     ]
 
@@ -29,11 +29,11 @@ def _bodies() -> list[tuple[int, str, dict[str, Any] | bytes]]:
 def test_neither_prompts_nor_answers_are_logged(server: TorchServe, llama: tuple[str, Path]) -> None:
     name, _ = llama
     texts = []
-    for status, path, body in _bodies():
+    for status, path, body in _bodies(name):
         answer = server.post(name + path, body, "application/json")
         assert answer.status == status, (path, body, answer.text)
         if status == 200 and not path:
-            texts.append(answer.json["text"])
+            texts.append(answer.json()["text"])
     logs = {file.name: file.read_text(errors="replace") for file in server.folder.rglob("*.log")}
     # The frontend logs every path that was asked for.
     found = [
