@@ -17,7 +17,7 @@ NUM, ALONE = int(sys.argv[2]), int(sys.argv[3])
 draw = random.Random(5)
 # Small enough that requests are evicted, chunked and share prefixes.
 pippy = {"threads_per_rank": 1, "kv_cache_tokens": 512, "block_size": 8}
-pippy |= {"max_batch_tokens": 48, "max_running_requests": 24}
+pippy |= {"max_batch_tokens": 48, "max_running_requests": 24, "max_waiting_requests": 1000}
 config = load_config({"handler": {"model_path": sys.argv[1], "dtype": "float32"}, "pippy": pippy})
 engine = launch.start_spawned(config, 2, launch.SpawnOptions(stdout=2, log_level="CRITICAL"))
 prefixes = [[draw.randrange(256) for _ in range(40)] for _ in range(3)]
