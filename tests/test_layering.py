@@ -16,7 +16,9 @@ LIGHT = [
     *(
         "archive",
         "config",
+        "costs",
         "errors",
+        "fit",
         "kv_cache",
         "meter",
         "partition",

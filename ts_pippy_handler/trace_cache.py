@@ -37,7 +37,7 @@ class TraceCache:
     Args:
         config: The checked configuration. With ``pippy.trace_cache`` off, or with remote code, which may be anything,
             nothing is kept.
-        num_stages: Number of stages.
+        num_stages: Number of stages; 0 for what is kept of the whole model, the costs of its layers.
         tensor_names: Names in the checkpoint; which tensors become a parameter follows from them.
     """
 
@@ -83,7 +83,7 @@ def _name(config: ServingConfig, num_stages: int, tensor_names: Sequence[str]) -
     parts = {
         "config": written_config(config.handler.model_path),
         "dtype": config.handler.torch_dtype_name,
-        "split": config.pippy.split,
+        "split": config.pippy.split if num_stages else None,
         "num_stages": num_stages,
         "tensors": sorted(tensor_names),
         "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
