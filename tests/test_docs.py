@@ -45,7 +45,10 @@ def test_the_changelog_begins_with_this_version() -> None:
     assert versions[0] == ts_pippy_handler.__version__
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/performance.md"])
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/performance.md", "docs/reliability.md"]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_files_that_documents_name_exist(document: str) -> None:
     text = (ROOT / document).read_text("utf-8")
     links = re.findall(r"\]\(([^)#:]+)\)", text)

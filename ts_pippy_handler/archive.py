@@ -18,7 +18,7 @@ from typing import Any, Literal
 import yaml
 
 from ts_pippy_handler import partition
-from ts_pippy_handler.config import load_config, written_layers
+from ts_pippy_handler.config import PippyConfig, load_config, written_layers
 from ts_pippy_handler.errors import ConfigError, PippyError
 
 Launch = Literal["torchrun", "spawn"]
@@ -26,6 +26,11 @@ ArchiveFormat = Literal["default", "tgz", "no-archive"]
 
 _SUFFIXES = {"default": ".mar", "tgz": ".tar.gz", "no-archive": ""}
 _COPIED_DIRECTORY = "checkpoint"
+
+_MORE_AT_ONCE = 64
+"""Requests that reach the handler beyond those that may run or wait: to be refused, or to ask for its health."""
+_MORE_QUEUED = 1000
+"""Requests that the frontend keeps until the handler takes them, a few hundredths of a second later."""
 
 HANDLER_SOURCE = '''\
 """Serves a Hugging Face causal language model over pipeline stages; settings are in model-config.yaml."""
@@ -60,8 +65,11 @@ def model_config(options: ArchiveOptions) -> dict[str, Any]:
     """Return the contents of model-config.yaml for a launch mode.
 
     The frontend's numbers are generous where a large model needs time (``startupTimeout``), and short where a wrong
-    configuration would be retried for minutes (``maxRetryTimeoutInSec``).
+    configuration would be retried for minutes (``maxRetryTimeoutInSec``). It passes on more requests than the handler
+    accepts, so that a client hears at once that there are too many: what the frontend kept would wait unseen, and a
+    full queue of its own it calls a missing worker.
     """
+    accepted = _max_accepted(options)
     config: dict[str, Any] = {
         "minWorkers": 1,
         "maxWorkers": 1,
@@ -69,10 +77,11 @@ def model_config(options: ArchiveOptions) -> dict[str, Any]:
         "responseTimeout": 300,
         "startupTimeout": 1200,
         "maxRetryTimeoutInSec": 60,
+        "jobQueueSize": accepted + _MORE_QUEUED,
     }
     if options.launch == "torchrun":
         config |= {
-            "batchSize": 64,
+            "batchSize": accepted + _MORE_AT_ONCE,
             "continuousBatching": True,
             "parallelType": "pp",
             "torchrun": {"nproc-per-node": options.num_stages, "rdzv-endpoint": "localhost:0"},
@@ -87,6 +96,13 @@ def model_config(options: ArchiveOptions) -> dict[str, Any]:
     path = _COPIED_DIRECTORY if options.copy_weights else str(options.model_path.resolve())
     handler = {"model_path": path} | ({"dtype": options.dtype} if options.dtype else {})
     return config | {"pippy": options.pippy, "handler": handler}
+
+
+def _max_accepted(options: ArchiveOptions) -> int:
+    """Return how many requests may run or wait."""
+    names = ("max_running_requests", "max_waiting_requests")
+    given = (options.pippy.get(name, PippyConfig.model_fields[name].default) for name in names)
+    return sum(value for value in given if isinstance(value, int))  # anything else is refused by the check
 
 
 def package(options: ArchiveOptions) -> Path:

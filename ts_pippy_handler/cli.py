@@ -1,4 +1,4 @@
-"""The ``ts-pippy`` command: generate without TorchServe, plan a split, package a model, measure.
+"""The ``ts-pippy`` command: generate without TorchServe, plan a split, package a model, measure, drain.
 
 Errors go to standard error in one line with a status other than 0; ``--debug`` shows the traceback instead. Results
 go to standard output, and nothing else does.
@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ts_pippy_handler import __version__, bench_cli
-from ts_pippy_handler.config import DTYPES, ServingConfig, load_config
+from ts_pippy_handler import __version__, bench_cli, drain_cli
+from ts_pippy_handler.config import DTYPES, ServingConfig, load_config, locate
 from ts_pippy_handler.errors import ConfigError, InvalidRequestError, PippyError, one_line
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_shard(commands)
     _add_package(commands)
     _add_bench(commands)
+    _add_drain(commands)
     return parser
 
 
@@ -89,7 +90,13 @@ def _command(commands: Any, name: str, run: Any, text: str, *, needs_model: bool
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
     parser.set_defaults(run=run)
     number = None if needs_model else "?"
-    parser.add_argument("model_dir", metavar="MODEL_DIR", nargs=number, help="directory of a Hugging Face checkpoint")
+    parser.add_argument(
+        "model_dir", metavar="MODEL_DIR", nargs=number, help="directory of a Hugging Face checkpoint, or hub id"
+    )
+    parser.add_argument(
+        "--revision", metavar="R", help="of a hub id: branch, tag or commit; by default the main branch"
+    )
+    parser.add_argument("--download", action="store_true", help="fetch a hub id that the cache lacks")
     parser.add_argument("--stages", type=int, required=needs_model, metavar="N", help="number of pipeline stages")
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="by default the checkpoint's own")
     parser.add_argument(
@@ -142,12 +149,21 @@ def _add_package(commands: Any) -> None:
     parser.add_argument("--archive-format", choices=["default", "tgz", "no-archive"], default="default")
     parser.add_argument("--model-version", default="1.0", metavar="V")
     parser.add_argument("--copy-weights", action="store_true", help="put the checkpoint into the archive")
+    parser.add_argument("--max-running", type=int, metavar="N", help="requests generating at the same time; 64")
+    parser.add_argument("--max-waiting", type=int, metavar="N", help="requests that may wait, more get status 429; 256")
     parser.add_argument("--force", action="store_true", help="replace an existing archive")
 
 
 def _add_bench(commands: Any) -> None:
     text = "Measure a workload: through the engine, or against a server."
     bench_cli.add_options(_command(commands, "bench", _bench, text, needs_model=False))
+
+
+def _add_drain(commands: Any) -> None:
+    text = "Let a model that TorchServe serves on this host finish its requests and take no new ones."
+    parser = commands.add_parser("drain", help=text, description=text)
+    parser.set_defaults(run=_drain)
+    drain_cli.add_options(parser)
 
 
 def _split(text: str) -> str | list[int]:
@@ -190,7 +206,9 @@ class _AppendIds(_AppendPrompt):
 
 
 def _config(options: argparse.Namespace) -> ServingConfig:
-    handler = {"model_path": options.model_dir, "request_timeout": None}
+    handler = {"model_path": options.model_dir, "request_timeout": None, "download": options.download}
+    if options.revision is not None:
+        handler["revision"] = options.revision
     if options.dtype:
         handler["dtype"] = options.dtype
     return load_config({"pippy": _pippy(options), "handler": handler})
@@ -300,9 +318,12 @@ def _shard(options: argparse.Namespace) -> int:
 def _package(options: argparse.Namespace) -> int:
     from ts_pippy_handler import archive
 
+    limits = {"max_running_requests": options.max_running, "max_waiting_requests": options.max_waiting}
+    given = {"model_path": options.model_dir, "revision": options.revision, "download": options.download}
+    located = locate(given)
     written = archive.package(
         archive.ArchiveOptions(
-            model_path=Path(options.model_dir),
+            model_path=Path(located["model_path"]),
             name=options.name,
             num_stages=options.stages,
             output=options.output,
@@ -312,7 +333,8 @@ def _package(options: argparse.Namespace) -> int:
             dtype=options.dtype,
             copy_weights=options.copy_weights,
             force=options.force,
-            pippy={key: value for key, value in _pippy(options).items() if value != "time"},
+            pippy={key: value for key, value in _pippy(options).items() if value != "time"}
+            | {name: value for name, value in limits.items() if value is not None},
         )
     )
     print(written)
@@ -338,6 +360,11 @@ def _bench(options: argparse.Namespace) -> int:
             config, options.stages, workload, spawn, concurrency=options.concurrency, outputs=options.save_outputs
         )
     print(json.dumps(report.as_dict()) if options.json else report.as_table())
+    return 0
+
+
+def _drain(options: argparse.Namespace) -> int:
+    drain_cli.drain(options, say=lambda line: print(line, flush=True))
     return 0
 
 

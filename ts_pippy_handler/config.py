@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError, field_validator
 
+from ts_pippy_handler import hub
 from ts_pippy_handler.errors import CheckpointError, ConfigError, one_line
 from ts_pippy_handler.validation import describe_errors, nearest, show
 
@@ -46,6 +47,10 @@ TORCHRUN_KEYS = frozenset(
     "monitor-interval node-rank OMP_NUMBER_THREADS".split()
 )
 """Keys of the ``torchrun`` block that TorchServe 0.12 parses (frontend ``ModelConfig.TorchRun``)."""
+
+_BATCH_TOKENS_CPU = 160
+"""More make the others of a batch wait and gain nothing (docs/performance.md)."""
+_BATCH_TOKENS_GPU = 512
 
 
 def _whole_number(value: object) -> object:
@@ -97,14 +102,19 @@ class PippyConfig(BaseModel):
     prefix_caching: bool = True
     """Whether requests that begin with the same tokens share their cache, in whole blocks: what one computed, running
     or finished, later ones need not. How fast a first token comes may tell a client what others asked."""
-    max_batch_tokens: Int = Field(512, ge=1)
-    """Prompt and decode tokens in one batch; longer prompts run in chunks."""
+    max_batch_tokens: Int | None = Field(None, ge=1)
+    """Prompt and decode tokens in one batch; longer prompts run in chunks. By default 160 on CPUs, which are busy with
+    as many, and 512 on GPUs."""
     max_running_requests: Int = Field(64, ge=1)
     """Requests generating at the same time; more wait."""
-    max_waiting_requests: Int = Field(1024, ge=0)
+    max_waiting_requests: Int = Field(256, ge=0)
     """Requests that may wait; more are refused with status 429."""
-    step_timeout: Float = Field(300.0, gt=0, allow_inf_nan=False)
-    """Seconds one batch may take from the first stage to the last before the pipeline counts as broken."""
+    step_timeout: Float = Field(120.0, gt=0, allow_inf_nan=False)
+    """Seconds a rank may work on one batch. After that it counts as stuck: the stacks of all ranks are logged, and the
+    ranks are started anew."""
+    heartbeat_timeout: Float = Field(5.0, ge=1, allow_inf_nan=False)
+    """Seconds without a heartbeat after which a rank counts as stopped or cut off, and the ranks are started anew. A
+    thread of its own sends them, also while a rank computes."""
     threads_per_rank: Int | None = Field(None, ge=1)
     """Compute threads of each rank; by default the cores of this host divided among its ranks."""
     pack_weights: bool = True
@@ -122,6 +132,10 @@ class PippyConfig(BaseModel):
     interface: str | None = None
     """Network interface the ranks talk over. Loopback by default; name one to span hosts, on a trusted network
     only, since RPC executes what a peer sends."""
+
+    def batch_tokens(self, *, on_cpu: bool) -> int:
+        """Return ``max_batch_tokens``, or its default for the kind of device."""
+        return self.max_batch_tokens or (_BATCH_TOKENS_CPU if on_cpu else _BATCH_TOKENS_GPU)
 
     @field_validator("input_names")
     @classmethod
@@ -155,7 +169,12 @@ class HandlerConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     model_path: str
-    """Directory of the Hugging Face checkpoint: config.json, weights, and a tokenizer where text is used."""
+    """Directory of the Hugging Face checkpoint: config.json, weights, and a tokenizer where text is used; or its id on
+    the hub, ``ORGANISATION/NAME``, which is looked for in the hub's cache on this machine."""
+    revision: str | None = None
+    """Branch, tag or commit of a model named by its id; by default the main branch."""
+    download: bool = False
+    """Whether a model named by its id may be fetched from the hub where the cache lacks it."""
     index_filename: str | None = None
     """Index of a sharded checkpoint, relative to ``model_path``; found by itself when absent."""
     dtype: str | None = None
@@ -169,6 +188,9 @@ class HandlerConfig(BaseModel):
     request_timeout: Float | None = Field(600.0, gt=0, allow_inf_nan=False)
     """Seconds a request may take from its arrival, waiting included; None for no limit. Then it ends with the tokens it
     has and the finish reason ``abort``; a request may ask for less with ``timeout``."""
+    drain_timeout: Float = Field(120.0, gt=0, allow_inf_nan=False)
+    """Seconds that accepted requests have to finish once the model is drained (``ts-pippy drain``, or SIGUSR1 to
+    rank 0); then they end with what they have and the finish reason ``abort``."""
     max_stop_strings: Int = Field(16, ge=0, le=64)
     """Stop strings of one request; more are refused with status 400."""
     max_choices: Int = Field(32, ge=1, le=128)
@@ -231,10 +253,31 @@ def load_config(mapping: Mapping[str, Any] | None, *, model_dir: str | None = No
     handler = _block(renamed(mapping), "handler", required=True)
     path = handler.get("model_path")
     if model_dir is not None and isinstance(path, str) and not Path(path).is_absolute():
-        handler["model_path"] = str(Path(model_dir) / path)
+        inside = Path(model_dir) / path
+        handler["model_path"] = path if hub.is_id(path) and not inside.is_dir() else str(inside)
+    handler = locate(handler)
     if pippy.get("model_type", "HF") in (None, ""):
         raise ConfigError(f"pippy.model_type: only 'HF' can be split, got {show(pippy['model_type'])}")
     return ServingConfig(pippy=parse(PippyConfig, pippy, "pippy"), handler=parse(HandlerConfig, handler, "handler"))
+
+
+def locate(handler: dict[str, Any]) -> dict[str, Any]:
+    """Return the ``handler`` block with the directory of the model in the place of its id.
+
+    Raises:
+        ConfigError: If there is none, or a directory is given together with a revision.
+    """
+    path, revision, download = handler.get("model_path"), handler.get("revision"), handler.get("download", False)
+    if not isinstance(path, str) or not isinstance(revision, str | None) or not isinstance(download, bool):
+        return handler  # its own check says what is wrong
+    if Path(path).is_dir() or not hub.is_id(path):
+        if revision is not None:
+            raise ConfigError(
+                f"handler.revision: {show(revision)} is for a model named by its id, "
+                f"but handler.model_path is {show(path)}"
+            )
+        return handler
+    return {**handler, "model_path": hub.find(path, revision, download=download), "revision": None}
 
 
 def parse(model: type[Model], values: Mapping[str, Any], prefix: str = "") -> Model:
@@ -302,7 +345,7 @@ def written_config(model_path: str) -> dict[str, Any]:
     file = Path(model_path) / "config.json"
     try:
         written = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: {one_line(error)}") from error
     if not isinstance(written, dict):
         raise CheckpointError(f"{file}: must be a JSON object, got {type(written).__name__}")

@@ -111,6 +111,26 @@ def plan(model: Any, checkpoint: Checkpoint) -> Conversions:
     return found
 
 
+def untie(model: Any, checkpoint: Checkpoint) -> None:
+    """Give weights that the model ties, but the checkpoint stores each by itself, parameters of their own.
+
+    transformers ties them only if they are equal; read from where each is stored, the answer is the same without
+    comparing them, and no stage reads the other one's.
+
+    Args:
+        model: The Hugging Face model, on the meta device.
+        checkpoint: Only its names are read.
+    """
+    for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        stored = [checkpoint.find([name], model.base_model_prefix) for name in (target, source)]
+        if stored[0] is None or stored[1] is None or not checkpoint.is_stored_apart(stored[0], stored[1]):
+            continue
+        owner, _, leaf = target.rpartition(".")
+        tied = model.get_parameter(target)
+        own = torch.nn.Parameter(torch.empty_like(tied), requires_grad=tied.requires_grad)
+        setattr(model.get_submodule(owner), leaf, own)
+
+
 _OLD_BUFFERS = re.compile(r"rotary_emb\.inv_freq$|(^|\.)(attn|attention|self_attn|self_attention)\.(masked_)?bias$")
 """Constants of the code that old checkpoints hold: rotary frequencies, causal masks. A real bias has one axis."""
 

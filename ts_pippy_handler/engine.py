@@ -9,6 +9,7 @@ are delivered by callback on the engine's thread. Knows no text, no HTTP, no Tor
 from __future__ import annotations
 
 import contextlib
+import functools
 import heapq
 import itertools
 import logging
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 
 from ts_pippy_handler import meter
-from ts_pippy_handler.errors import InvalidRequestError, OverloadedError, PipelineError, one_line
+from ts_pippy_handler.errors import InvalidRequestError, OverloadedError, PipelineError, PippyError, one_line
 from ts_pippy_handler.loading import LoadedRank
 from ts_pippy_handler.meter import METER, RankStats
 from ts_pippy_handler.request import FinishReason, SamplingParams, TokenEvent, check_sampling
@@ -71,6 +72,7 @@ class Engine:
         self._survived: dict[int, int] = {}
         self._lost: PipelineError | None = None
         self._closing = False
+        self._refusal: PippyError | None = None
         self.failure: PipelineError | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -89,6 +91,16 @@ class Engine:
     def eos_token_ids(self) -> list[int]:
         """Ids that end a text."""
         return sorted(self.scheduler.eos_token_ids)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that have been accepted and have not had their last event."""
+        return len(self._callbacks)
+
+    def refuse_new(self, reason: PippyError) -> None:
+        """Accept nothing from now on: requests are refused with ``reason``. Those accepted already go on."""
+        with self._wake:
+            self._refusal = reason
 
     def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         """Refuse what :meth:`submit` would refuse of this request, without accepting it.
@@ -114,7 +126,10 @@ class Engine:
         Raises:
             InvalidRequestError: If they could never be accepted together.
             OverloadedError: If they can not be now.
+            PippyError: What :meth:`refuse_new` was given.
         """
+        if self._refusal is not None:
+            raise self._refusal
         capacity = self.scheduler.limits.max_unfinished
         if num_requests > capacity:
             raise InvalidRequestError(f"{num_requests} texts were asked for at once; at most {capacity} are possible")
@@ -163,10 +178,13 @@ class Engine:
             InvalidRequestError: If it could never finish, or names tokens the model does not have.
             OverloadedError: If too many requests wait.
             PipelineError: If the pipeline is broken for good.
+            PippyError: What :meth:`refuse_new` was given.
         """
         with self._wake:
             if self.failure is not None:
                 raise self.failure
+            if self._refusal is not None:
+                raise self._refusal
             if self._closing:
                 raise PipelineError("the model is being unloaded")
             self.check(prompt_token_ids, params)
@@ -183,6 +201,14 @@ class Engine:
         with self._wake:
             self._incoming.append(lambda: self._abort(number))
             self._wake.notify()
+
+    def abort_all(self) -> int:
+        """End every request early, as :meth:`abort` does; return how many there are."""
+        with self._wake:
+            numbers = list(self._callbacks)
+            self._incoming.extend(functools.partial(self._abort, number) for number in numbers)
+            self._wake.notify()
+        return len(numbers)
 
     def report_lost(self, error: PipelineError) -> None:
         """Say that a rank is gone; an idle engine would only notice with the next request."""
@@ -222,7 +248,7 @@ class Engine:
             }
             for rank, found in enumerate(self.loaded.group.roll_call())
         ]
-        serves = self.is_running and self.failure is None and not self._closing
+        serves = self.is_running and self.failure is None and self._refusal is None and not self._closing
         allocator = self.scheduler.allocator
         return {
             "ready": serves and all(rank["state"] == "ready" for rank in ranks),
@@ -308,16 +334,17 @@ class Engine:
         """Start a batch; with a single stage, return its logits at once."""
         stage, transport = self.loaded.stage, self.loaded.transport
         METER.spent("bookkeeping")
-        if transport is not None:
-            transport.send_batch(step.batch)
+        with self.loaded.pulse.step():
+            if transport is not None:
+                transport.send_batch(step.batch)
+                METER.spent("send")
+            outputs = stage.run(step.batch, {})
+            METER.ran(step.batch.num_tokens)
+            METER.spent("compute")
+            if transport is None:
+                return outputs[stage.graph.outputs[0]]
+            transport.send_values(stage.graph.sends, outputs)
             METER.spent("send")
-        outputs = stage.run(step.batch, {})
-        METER.ran(step.batch.num_tokens)
-        METER.spent("compute")
-        if transport is None:
-            return outputs[stage.graph.outputs[0]]
-        transport.send_values(stage.graph.sends, outputs)
-        METER.spent("send")
         return None
 
     def _collect(self) -> None:
@@ -331,7 +358,8 @@ class Engine:
             METER.spent("compute")
         else:
             assert self.loaded.transport is not None
-            token_ids, logprobs, received = self.loaded.transport.receive_result(batch, self.loaded.vocab_size)
+            with self.loaded.pulse.expecting():
+                token_ids, logprobs, received = self.loaded.transport.receive_result(batch, self.loaded.vocab_size)
             logits = received if received is not None else torch.empty(0)
             METER.spent("wait")
         self._in_flight.popleft()

@@ -8,7 +8,8 @@
     ├── InvalidRequestError       400  invalid_request   what the client sent cannot be honoured
     ├── NotFoundError             404  not_found         a path or a model that is not here
     ├── OverloadedError           429  overloaded        more requests than the configured limits
-    ├── ServerError               502  server_failed     a server that the bench drives refuses or breaks off
+    ├── ServerError               502  server_failed     a server refuses a command of ours or breaks off
+    ├── DrainingError             503  draining          the model takes no new requests any more
     └── PipelineError             503  pipeline_failed   a rank died, stopped or raised while serving
         └── RankLostError         503  pipeline_failed   a rank is gone: its connection closed
 
@@ -85,8 +86,15 @@ class OverloadedError(PippyError):
     code = "overloaded"
 
 
+class DrainingError(PippyError):
+    """The model finishes what it has accepted, and takes nothing new."""
+
+    status = 503
+    code = "draining"
+
+
 class ServerError(PippyError):
-    """A server that the bench drives cannot be reached, refuses, or breaks off."""
+    """A server that a command of ours talks to cannot be reached, refuses, or breaks off."""
 
     status = 502
     code = "server_failed"

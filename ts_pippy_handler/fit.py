@@ -48,11 +48,11 @@ class Need:
         return (budget - self.total(0)) // max(self.kv_bytes_per_token, 1)
 
 
-def need(unit: Unit, pippy: PippyConfig, *, packs_weights: bool) -> Need:
-    """Return what a stage with the costs ``unit`` takes."""
+def need(unit: Unit, batch_tokens: int, *, packs_weights: bool) -> Need:
+    """Return what a stage with the costs ``unit`` takes whose largest batch has ``batch_tokens``."""
     return Need(
         weight_bytes=unit.weight_bytes + (unit.doubled_bytes if packs_weights else 0),
-        work_bytes=unit.work_bytes_per_row * pippy.max_batch_tokens,
+        work_bytes=unit.work_bytes_per_row * batch_tokens,
         kv_bytes_per_token=unit.kv_bytes_per_token,
     )
 
@@ -89,19 +89,19 @@ class _Fit:
         self._pippy = pippy
         self._budgets = memory.budgets
         packs = memory.on_cpu and pippy.pack_weights and costs.value_bytes == _FLOAT32_BYTES
+        self._batch_tokens = pippy.batch_tokens(on_cpu=memory.on_cpu)
         num = costs.num_layers
         self._units = [dict(enumerate(costs.growing(start, num), start + 1)) for start in range(num)]
         """``[start][end]``: cost of the layers ``start`` … ``end - 1``."""
         self._needs = [
-            {end: need(unit, pippy, packs_weights=packs) for end, unit in units.items()} for units in self._units
+            {end: need(unit, self._batch_tokens, packs_weights=packs) for end, unit in units.items()}
+            for units in self._units
         ]
 
     @property
     def _fewest_tokens(self) -> int:
         """Tokens that the cache must hold."""
-        return self._pippy.kv_cache_tokens or min(
-            self._costs.max_positions or self._pippy.max_batch_tokens, self._pippy.max_batch_tokens
-        )
+        return self._pippy.kv_cache_tokens or min(self._costs.max_positions or self._batch_tokens, self._batch_tokens)
 
     def best(self, num_stages: int) -> list[int]:
         num_layers, budgets = self._costs.num_layers, self._budgets

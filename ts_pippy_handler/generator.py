@@ -15,8 +15,9 @@ from ts_pippy_handler.config import HandlerConfig
 from ts_pippy_handler.engine import Engine
 from ts_pippy_handler.errors import InvalidRequestError, PippyError
 from ts_pippy_handler.generation_defaults import read_defaults
-from ts_pippy_handler.request import SamplingParams, TokenEvent
+from ts_pippy_handler.request import FinishReason, SamplingParams, TokenEvent
 from ts_pippy_handler.text import Tokenizer
+from ts_pippy_handler.unexpected import unexpected
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,12 +91,13 @@ class Generator:
             PipelineError: If the pipeline is broken.
         """
         self._check_limits(wishes, num_choices)
+        # Before the prompts are encoded: a refusal has to cost next to nothing when there are many.
+        self.engine.check_room(len(prompts) * num_choices)
         completions = [
             completion
             for prompt in prompts
             for completion in self._choices(self._completion(prompt, wishes), num_choices)
         ]
-        self.engine.check_room(len(completions))
         try:
             for completion in completions:
                 self._start(completion, wishes.timeout_s)
@@ -124,7 +126,12 @@ class Generator:
 
     def _start(self, completion: Completion, timeout_s: float | None) -> None:
         def on_event(event: TokenEvent) -> None:
-            if completion.take(event):
+            try:
+                ends_here = completion.take(event)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it ends this request and no other
+                completion.take(TokenEvent(token_id=None, finish_reason=FinishReason.ERROR, error=unexpected(error)))
+                ends_here = True
+            if ends_here:
                 self.engine.abort(completion.number)
 
         # The engine cannot answer before the number is known: it takes requests over under the lock held here.

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from typing import IO, Any
 
-from ts_pippy_handler import loading, process, ranks, worker
+from ts_pippy_handler import loading, lost_ranks, process, ranks, worker
 from ts_pippy_handler.config import ServingConfig
 from ts_pippy_handler.engine import Engine
 from ts_pippy_handler.errors import LoadError, PipelineError, RankLostError
@@ -37,12 +37,14 @@ _LAST_WORDS_S = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class SpawnOptions:
-    """How spawn mode presents its children."""
+    """What the caller of spawn mode chooses."""
 
     stdout: IO[Any] | int | None = None
     """Where the other ranks print; None for where this process does."""
     show_progress: bool = False
     log_level: str = "INFO"
+    ends_process: bool = False
+    """Whether this process ends when ranks cannot be kept alive, for a server to start it anew."""
 
 
 def start_spawned(config: ServingConfig, num_stages: int, options: SpawnOptions | None = None) -> Engine:
@@ -51,7 +53,7 @@ def start_spawned(config: ServingConfig, num_stages: int, options: SpawnOptions 
     Args:
         config: The checked configuration.
         num_stages: Number of stages, one rank each.
-        options: Output of the children.
+        options: Output of the children, and what becomes of this process.
 
     Raises:
         LoadError: If the configuration is wrong or a rank fails to load.
@@ -70,9 +72,11 @@ def start_joined(config: ServingConfig, group: ranks.Group) -> Engine | None:
     """
     loaded = loading.load(group, config)
     if group.place.rank:
+        lost_ranks.watch(loaded, config.pippy)
         worker.start_thread(loaded)
         return None
     engine = Engine(loaded, make_scheduler(loaded, config), on_death=_end_process)
+    lost_ranks.watch(loaded, config.pippy)
     _warm_up(engine, config)
     return engine
 
@@ -82,7 +86,7 @@ def make_scheduler(loaded: LoadedRank, config: ServingConfig) -> Scheduler:
     pippy = config.pippy
     limits = Limits(
         max_len=loaded.max_len,
-        max_batch_tokens=pippy.max_batch_tokens,
+        max_batch_tokens=pippy.batch_tokens(on_cpu=loaded.stage.device.type == "cpu"),
         max_running=pippy.max_running_requests,
         max_waiting=pippy.max_waiting_requests,
         num_in_flight=pippy.chunks or loaded.group.place.world_size,
@@ -116,10 +120,12 @@ class _Spawner:
         except BaseException:
             group.leave(is_broken=True)
             raise
-        engine = Engine(loaded, scheduler, revive=self._revive, on_death=_log_death)
+        on_death = _end_soon if self._options.ends_process else _log_death
+        engine = Engine(loaded, scheduler, revive=self._revive, on_death=on_death)
         self._engine = engine
         threading.Thread(target=self._watch, name="child-watch", daemon=True).start()
         try:
+            lost_ranks.watch(loaded, self._config.pippy, lost_ranks.end_child_of(engine))
             _warm_up(engine, self._config)
         except BaseException:
             engine.close()
@@ -146,7 +152,9 @@ class _Spawner:
         old.group.leave(is_broken=True)
         group = self._spawn(old.num_slots)
         try:
-            return loading.rejoin(old, group, self._config)
+            loaded = loading.rejoin(old, group, self._config)
+            lost_ranks.watch(loaded, self._config.pippy, lost_ranks.end_child_of(self._engine))
+            return loaded
         except LoadError:
             group.leave(is_broken=True)
             raise
@@ -172,10 +180,11 @@ def _warm_up(engine: Engine, config: ServingConfig) -> None:
     """
     events: queue.Queue[TokenEvent] = queue.Queue()
     engine.submit([0], SamplingParams(max_new_tokens=1, ignore_eos=True), events.put)
+    timeout_s = config.pippy.step_timeout * (engine.loaded.group.place.world_size + 1)
     try:
-        event = events.get(timeout=config.pippy.step_timeout)
+        event = events.get(timeout=timeout_s)
     except queue.Empty:
-        raise LoadError(f"the first pass did not come back within {config.pippy.step_timeout:g} s") from None
+        raise LoadError(f"the first pass did not come back within {timeout_s:g} s") from None
     if event.finish_reason is not FinishReason.LENGTH:
         raise LoadError(f"the first pass failed: {event.error}")
 
@@ -184,15 +193,21 @@ def _log_death(error: PipelineError) -> None:
     logger.error("the pipeline is broken for good: %s", error)
 
 
-def _end_process(error: PipelineError) -> None:
-    """Under torchrun: let pending answers out, then end, so that TorchServe restarts all ranks.
-
-    When a rank is gone TorchServe knows, answers everybody and starts anew. What rank 0 says from then on waits in the
-    frontend and is taken for the answer to the new ranks' first command, so it must say nothing.
-    """
+def _end_soon(error: PipelineError) -> None:
+    """Let pending answers out, then end, so that TorchServe starts the worker anew."""
     _log_death(error)
-    if isinstance(error, RankLostError):
-        process.end_process(1)
     timer = threading.Timer(_LAST_WORDS_S, process.end_process, (1,))
     timer.daemon = True
     timer.start()
+
+
+def _end_process(error: PipelineError) -> None:
+    """Under torchrun: the same, but say nothing any more where TorchServe knows that a rank is gone.
+
+    It answers everybody then and starts anew. What rank 0 says from then on waits in the frontend and is taken for the
+    answer to the new ranks' first command, so it must say nothing.
+    """
+    if isinstance(error, RankLostError):
+        _log_death(error)
+        process.end_process(1)
+    _end_soon(error)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -21,6 +21,7 @@ from ts_pippy_handler.errors import CheckpointError, ConfigError, LoadError, one
 from ts_pippy_handler.fit import DeviceMemory
 from ts_pippy_handler.generation_defaults import read_defaults
 from ts_pippy_handler.graph_data import ModelFacts, decode_stage
+from ts_pippy_handler.heartbeat import Pulse
 from ts_pippy_handler.meter import peak_memory_bytes
 from ts_pippy_handler.process import keep_freed_memory
 from ts_pippy_handler.ranks import Group, device_of, set_threads
@@ -49,6 +50,8 @@ class LoadedRank:
     vocab_size: int
     stages: list[bytes]
     """On rank 0 every rank's stage, to hand out again when ranks are started anew."""
+    pulse: Pulse = field(default_factory=Pulse)
+    """Tells the watchdog when this rank works."""
 
 
 def load(group: Group, config: ServingConfig, *, show_progress: bool = False) -> LoadedRank:
@@ -127,11 +130,16 @@ def rejoin(loaded: LoadedRank, group: Group, config: ServingConfig) -> LoadedRan
     )
 
 
-def trace_checkpoint(config: ServingConfig) -> tracing.TracedModel:
-    """Trace the model a configuration names, in the configured dtype or the checkpoint's own."""
+def trace_checkpoint(config: ServingConfig, checkpoint: Checkpoint | None = None) -> tracing.TracedModel:
+    """Trace the model a configuration names, in the configured dtype or the checkpoint's own.
+
+    Args:
+        config: Names the model.
+        checkpoint: Its tensors, where it will be loaded.
+    """
     read = read_model_config(config)
     name = config.handler.torch_dtype_name
-    return tracing.trace(read, tracing.checkpoint_dtype(read) if name is None else getattr(torch, name))
+    return tracing.trace(read, tracing.checkpoint_dtype(read) if name is None else getattr(torch, name), checkpoint)
 
 
 def read_model_config(config: ServingConfig) -> Any:
@@ -218,7 +226,8 @@ def _agree_on_slots(
         if budget is None:
             share = int(device_memory.free_share(group.place) * _CACHE_SHARE)
         else:
-            share = budget - stage.resident_bytes - stage.graph.work_bytes_per_row * pippy.max_batch_tokens
+            batch_tokens = pippy.batch_tokens(on_cpu=stage.device.type == "cpu")
+            share = budget - stage.resident_bytes - stage.graph.work_bytes_per_row * batch_tokens
         own = max(share, 0) // max(stage.kv_bytes_per_token, 1)
         if facts.max_positions:
             own = min(own, facts.max_positions * pippy.max_running_requests)

@@ -9,11 +9,14 @@ import atexit
 import contextlib
 import ctypes
 import os
+import re
 import shlex
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from platformdirs import user_cache_path
@@ -71,6 +74,23 @@ def keep_compiled_code() -> None:
 def c_compiler() -> list[str]:
     """Return the command of the machine's C compiler, which need not be there: ``CC``, else ``cc``."""
     return shlex.split(os.environ.get("CC", "")) or ["cc"]
+
+
+def on_signal(number: signal.Signals, action: Callable[[], None] | None) -> None:
+    """Call ``action`` whenever this process gets a signal; None ignores it. For the main thread only.
+
+    ``action`` runs between any two steps of the main thread, so it must not wait for a lock.
+    """
+    signal.signal(number, signal.SIG_IGN if action is None else lambda _number, _frame: action())
+
+
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Whether a process of this host handles a signal itself, so that the signal does not end it."""
+    with contextlib.suppress(OSError):
+        status = Path(f"/proc/{pid}/status").read_text("ascii", errors="replace")
+        if (found := re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)) is not None:
+            return bool(int(found[1], 16) >> (number - 1) & 1)
+    return False
 
 
 def mark_failed(*, failed: bool = True) -> None:

@@ -81,7 +81,8 @@ def get_pipeline_driver(model: torch.nn.Module | None, world_size: int, ctx: Any
     if group is not None and group.place.world_size == world_size:
         return PipelineDriver(launch.start_joined(config, group), group.place.rank, pad)
     if group is None and num_spawned_stages(ctx) == world_size:
-        return PipelineDriver(launch.start_spawned(config, world_size), 0, pad)
+        options = launch.SpawnOptions(ends_process=True)
+        return PipelineDriver(launch.start_spawned(config, world_size, options), 0, pad)
     raise ConfigError(f"initialize_rpc_workers must have joined {world_size} ranks before the model is split")
 
 

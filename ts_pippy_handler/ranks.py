@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import IO, Any, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -115,6 +116,8 @@ class Group:
     place: Place
     store: dist.Store | None = None
     peers: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    before_leaving: list[Callable[[], None]] = field(default_factory=list)
+    """Called once, before anything of the group is left."""
     _is_joined: bool = False
 
     def wait_for_all(self, key: str, value: object, timeout_s: float = _OUTCOME_TIMEOUT_S) -> list[Any]:
@@ -177,8 +180,12 @@ class Group:
 
     def fail(self, error: BaseException) -> None:
         """Leave the reason of this rank's failure where the others find it."""
+        self.blame(f"rank {self.place.rank}: {_account(error)}")
+
+    def blame(self, reason: str) -> None:
+        """Leave a reason why the group cannot go on where its ranks find it."""
         if self.store is not None:
-            self.store.set("ts_pippy/failure", f"rank {self.place.rank}: {_account(error)}")
+            self.store.set("ts_pippy/failure", reason)
 
     def failure(self) -> str | None:
         """Return the reason a rank left before it went, if any."""
@@ -238,6 +245,8 @@ class Group:
         Args:
             is_broken: Whether peers may be dead; otherwise all ranks leave RPC together, which keeps the log quiet.
         """
+        while self.before_leaving:
+            self.before_leaving.pop()()
         if is_broken:
             kill(self.peers)
         if self._is_joined:
@@ -346,6 +355,12 @@ def _bind(interface: str | None) -> None:
         os.environ[variable] = name
     if interface:
         logger.warning("ranks listen on interface %s: whoever reaches its ports can run code in them", interface)
+
+
+def own_address() -> str:
+    """Return the IPv4 address of this host that the other ranks reach: that of the interface the ranks talk over."""
+    addresses = psutil.net_if_addrs().get(os.environ.get("GLOO_SOCKET_IFNAME", ""), [])
+    return next((each.address for each in addresses if each.family == socket.AF_INET), "127.0.0.1")
 
 
 def _loopback() -> str:

@@ -14,9 +14,16 @@ from typing import Any, Protocol
 from ts_pippy_handler.completion import Answer, Completion, Progress
 from ts_pippy_handler.errors import InvalidRequestError, PippyError
 from ts_pippy_handler.generator import Generator, Prompt, Wishes
+from ts_pippy_handler.unexpected import unexpected
 
 JSON = "application/json"
-_REASONS = {400: "Bad Request", 404: "Not Found", 429: "Too Many Requests", 503: "Service Unavailable"}
+_REASONS = {
+    400: "Bad Request",
+    404: "Not Found",
+    429: "Too Many Requests",
+    500: "Internal Server Error",
+    503: "Service Unavailable",
+}
 
 
 class Format(Protocol):
@@ -118,15 +125,25 @@ class Reply:
         """Return what can be sent by now, if anything; the last output says so."""
         if not self.has_output:
             return None
-        return self._next_chunk() if self.is_stream else self._whole()
+        try:
+            return self._next_chunk() if self.is_stream else self._whole()
+        except PippyError as error:
+            return self._failed(error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it must not reach the other requests
+            return self._failed(unexpected(error))
+
+    def _failed(self, error: PippyError) -> Output:
+        self.cancel()
+        form = self._call.format
+        if not self._has_begun:
+            return failure(error, form.error(error))
+        self._ended = set(range(len(self.completions)))
+        return self._chunk(form.streamed_error(error), is_last=True)
 
     def _whole(self) -> Output:
-        try:
-            body, content_type = self._call.format.whole(self.completions)
-            output = Output(body=body if isinstance(body, str) else json.dumps(body), content_type=content_type)
-            self._check_size(output)
-        except PippyError as error:
-            return failure(error, self._call.format.error(error))
+        body, content_type = self._call.format.whole(self.completions)
+        output = Output(body=body if isinstance(body, str) else json.dumps(body), content_type=content_type)
+        self._check_size(output)
         return output
 
     def _check_size(self, output: Output) -> None:
@@ -144,15 +161,8 @@ class Reply:
 
     def _next_chunk(self) -> Output | None:
         form = self._call.format
-        try:
-            pieces = [self._piece(number, each) for number, each in enumerate(self.completions)]
-            self._check_size(self._chunk("".join(pieces), is_last=False))
-        except PippyError as error:
-            self.cancel()
-            if not self._has_begun:
-                return failure(error, form.error(error))
-            self._ended = set(range(len(self.completions)))
-            return self._chunk(form.streamed_error(error), is_last=True)
+        pieces = [self._piece(number, each) for number, each in enumerate(self.completions)]
+        self._check_size(self._chunk("".join(pieces), is_last=False))
         body = "".join(pieces)
         if not self._has_begun:
             # TorchServe sends headers with the first chunk unless it is the last one too; the end can wait a turn.

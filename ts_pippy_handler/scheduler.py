@@ -75,6 +75,7 @@ class Scheduler:
         self._waiting: deque[RequestState] = deque()
         self._running: dict[int, RequestState] = {}
         self._num_batches = 0
+        self._num_in_flight = 0
         self._prefix_caching = prefix_caching
         self.num_prefix_hits = 0
         """Prompt tokens that were found in the cache instead of computed, since the start."""
@@ -154,6 +155,7 @@ class Scheduler:
         Returns:
             The numbers of the requests that were running.
         """
+        self._num_in_flight = 0  # what was under way will not be committed
         numbers = sorted(self._running, reverse=True)
         for number in numbers:
             sequence = self._running[number]
@@ -169,6 +171,7 @@ class Scheduler:
         self._admit()
         step = Step(Batch(self._num_batches, [], [], []))
         rows = self._rows_per_batch()
+        fills_pipeline = self._num_in_flight + 1 >= self.limits.num_in_flight
         ready = sorted(
             (s for s in self._running.values() if s.num_unscheduled and not s.is_awaited), key=lambda s: s.last_batch
         )
@@ -176,9 +179,12 @@ class Scheduler:
         appended: list[tuple[RequestState, int]] = []
         for sequence in ready:
             budget = self.limits.max_batch_tokens - step.batch.num_tokens
-            if rows == len(step.batch.segments) or budget < 1 or not self._mixes(step.batch, sequence):
+            if budget < 1 or not self._mixes(step.batch, sequence):
                 break
             is_prompt = sequence.num_unscheduled > 1
+            # A prompt need not wait for a batch with a free row once no other batch could start before this one ends.
+            if len(step.batch.segments) >= rows and not (is_prompt and fills_pipeline):
+                continue
             budget = min(budget, for_prompts) if is_prompt else budget
             if sequence.number in self._running and budget:  # it may have been evicted for one before it
                 num_tokens = self._append(step, sequence, budget)
@@ -187,6 +193,7 @@ class Scheduler:
         if not step.batch.segments:
             return None
         self._num_batches += 1
+        self._num_in_flight += 1
         # Only now: no request of this batch may read what the batch itself writes.
         for sequence, num_tokens in appended:
             self._register(sequence, num_tokens)
@@ -202,6 +209,7 @@ class Scheduler:
             token_ids: One for each sampled row; a negative one if the model computed no numbers.
             logprobs: One for each sampled row, or none at all when no row asks for them.
         """
+        self._num_in_flight -= 1
         events = []
         row = 0
         for sequence, num_rows in step.sampled:

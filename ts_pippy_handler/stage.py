@@ -202,6 +202,7 @@ def _load_tensors(
     for key, template in sorted(graph.module.named_parameters(), key=lambda named: -sizes[named[0]]):
         source = WeightSource(graph.tensors.get(key, key), traced, checkpoint, template, graph.index)
         packing = packed.get(key)
+        value: torch.Tensor | None = None
         if packing is None or not packing.is_only_packed:
             value = torch.empty(template.shape, dtype=template.dtype, device=device)
             source.read_into(value)
@@ -210,8 +211,11 @@ def _load_tensors(
             _drop(graph.module, key)
         if packing is not None:
             for rows, attribute in packing.parts(template.shape[0]):
-                plain = scratch.take((rows.stop - rows.start) * template.shape[1]).view(-1, template.shape[1])
-                source.read_into(plain, rows)
+                if value is not None:
+                    plain = value[rows]
+                else:
+                    plain = scratch.take((rows.stop - rows.start) * template.shape[1]).view(-1, template.shape[1])
+                    source.read_into(plain, rows)
                 graph.module.register_buffer(attribute, pack(plain))
         progress(template.nbytes)
     for key, buffer in buffers:

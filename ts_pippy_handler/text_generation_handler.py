@@ -10,15 +10,18 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import signal
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from ts_pippy_handler import openai
+from ts_pippy_handler import openai, process
+from ts_pippy_handler.answered import Answered, Computed
 from ts_pippy_handler.base_pippy_handler import BasePippyHandler, finish_async, is_grpc, send_chunk
 from ts_pippy_handler.config import ServingConfig
+from ts_pippy_handler.draining import Drain
 from ts_pippy_handler.errors import InvalidRequestError, NotFoundError, PippyError
 from ts_pippy_handler.generator import Generator
 from ts_pippy_handler.openai_formats import error_body
@@ -26,6 +29,7 @@ from ts_pippy_handler.payload import parse_request
 from ts_pippy_handler.pt_pippy import config_of, get_pipeline_driver
 from ts_pippy_handler.replies import Call, Output, Reply, failure
 from ts_pippy_handler.text import Tokenizer
+from ts_pippy_handler.unexpected import unexpected
 
 logger = logging.getLogger(__name__)
 
@@ -39,26 +43,6 @@ _REMEMBERED = 1024
 _PATHS = ("v1/completions", "v1/chat/completions", "v1/models", "v1/cancel", "v1/health")
 
 
-class _Answered:
-    """A request that was answered without running anything: an error, or something known."""
-
-    is_stream = False
-
-    def __init__(self, output: Output) -> None:
-        self._output = output
-        self.has_output = True
-
-    def add_waker(self, wake: Callable[[], None]) -> None:
-        """Nothing will change."""
-
-    def cancel(self) -> None:
-        """Nothing runs."""
-
-    def next(self) -> Output:
-        """Return the answer."""
-        return self._output
-
-
 class TextGenerationHandler(BasePippyHandler):
     """Continues prompts with a causal language model split over pipeline stages.
 
@@ -69,7 +53,8 @@ class TextGenerationHandler(BasePippyHandler):
     def __init__(self) -> None:
         super().__init__()
         self.generator: Generator | None = None
-        self._replies: dict[str, Reply | _Answered] = {}
+        self.drain: Drain | None = None
+        self._replies: dict[str, Reply | Answered] = {}
         self._answered: deque[str] = deque(maxlen=_REMEMBERED)
         self._changed = threading.Condition()
         self._last_turn = time.monotonic()
@@ -90,10 +75,13 @@ class TextGenerationHandler(BasePippyHandler):
         self._allows_grpc_streams = config.handler.grpc_streaming
         self._model_name = str(getattr(ctx, "model_name", ""))
         tokenizer = Tokenizer.load(config.handler.model_path, trust_remote_code=config.handler.trust_remote_code)
+        process.on_signal(signal.SIGUSR1, None)  # which would end the process; only rank 0 has a use for it
         driver = get_pipeline_driver(None, self.world_size, ctx)
         if driver.serves:
             self.model = driver
             self.generator = Generator(driver.engine, tokenizer, config.handler)
+            self.drain = Drain(driver.engine, config.handler.drain_timeout, self._num_unsent)
+            process.on_signal(signal.SIGUSR1, self.drain.begin)
             if self._is_continuous and not self._is_async:
                 threading.Thread(target=self._watch_frontend, name="frontend-watch", daemon=True).start()
         self.initialized = True
@@ -113,24 +101,26 @@ class TextGenerationHandler(BasePippyHandler):
                 context.set_response_header(index, "ts_stream_next", "false")
         return answers
 
-    def _open(self, item: dict[str, Any], context: Any, index: int) -> Reply | _Answered:
+    def _open(self, item: dict[str, Any], context: Any, index: int) -> Reply | Answered:
         """Parse one request and start it; an error becomes its answer."""
         assert self.generator is not None
         path = _header(context, index, "url_path").strip("/")
         try:
             if path.startswith("v1/models"):
-                return _Answered(Output(body=json.dumps(self._models(path))))
+                return Answered(Output(body=json.dumps(self._models(path))))
             if path == "v1/health":
-                health = self.generator.engine.health()
-                return _Answered(Output(body=json.dumps(health), status=200 if health["ready"] else 503))
+                return Computed(self._health)  # it asks every rank, and waits for one that does not answer
             if path == "v1/cancel":
-                return _Answered(Output(body=json.dumps(self._cancel(openai.cancelled_id(item)))))
+                return Answered(Output(body=json.dumps(self._cancel(openai.cancelled_id(item)))))
             call = self._call(path, item, context, index)
             if call.is_stream:
                 self._check_can_stream(is_grpc=is_grpc(context, index))
             return Reply(self.generator, call)
         except PippyError as error:
-            return _Answered(failure(error, error_body(error) if path else error.as_dict()))
+            reason = error
+        except Exception as error:  # noqa: BLE001 - whatever it is, it must not reach the other requests
+            reason = unexpected(error)
+        return Answered(failure(reason, error_body(reason) if path else reason.as_dict()))
 
     def _check_can_stream(self, *, is_grpc: bool) -> None:
         """Refuse a stream that TorchServe's frontend could not carry in this mode.
@@ -167,6 +157,15 @@ class TextGenerationHandler(BasePippyHandler):
             raise NotFoundError(f"path {path!r} is not here; there are {', '.join(_PATHS)}")
         openai.check_model(call.model or "", self._model_name)
         return call
+
+    def _health(self) -> Output:
+        assert self.generator is not None
+        health = self.generator.engine.health() | {"drain": self.drain and self.drain.report()}
+        return Output(body=json.dumps(health), status=200 if health["ready"] else 503)
+
+    def _num_unsent(self) -> int:
+        """Count the requests whose answers have not left, or not all of them."""
+        return sum(isinstance(reply, Reply) for reply in list(self._replies.values()))
 
     def _models(self, path: str) -> dict[str, Any]:
         name = path.removeprefix("v1/models").strip("/")
@@ -255,7 +254,7 @@ class TextGenerationHandler(BasePippyHandler):
                 self._drop_gone(set())
 
 
-def _wait(reply: Reply | _Answered) -> Output:
+def _wait(reply: Reply | Answered) -> Output:
     """Block until a whole answer is there."""
     changed = threading.Event()
     reply.add_waker(changed.set)

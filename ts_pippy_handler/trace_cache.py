@@ -16,8 +16,9 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 from platformdirs import user_cache_path
@@ -39,14 +40,20 @@ class TraceCache:
             nothing is kept.
         num_stages: Number of stages; 0 for what is kept of the whole model, the costs of its layers.
         tensor_names: Names in the checkpoint; which tensors become a parameter follows from them.
+        same_memory: Those that are another one's memory; which weights are tied follows from them.
     """
 
-    def __init__(self, config: ServingConfig, num_stages: int, tensor_names: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        config: ServingConfig,
+        num_stages: int,
+        tensor_names: Sequence[str] = (),
+        same_memory: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self._file: Path | None = None
         if config.pippy.trace_cache and not config.handler.trust_remote_code:
-            self._file = (
-                user_cache_path("ts_pippy_handler") / "traces" / f"{_name(config, num_stages, tensor_names)}.trace"
-            )
+            name = _name(config, num_stages, tensor_names, same_memory)
+            self._file = user_cache_path("ts_pippy_handler") / "traces" / f"{name}.trace"
 
     def load(self) -> list[bytes] | None:
         """Return the stages, as :func:`ts_pippy_handler.graph_data.decode_stage` reads them; None if none are kept."""
@@ -79,13 +86,14 @@ class TraceCache:
             logger.info("the trace is not kept: %s", error)
 
 
-def _name(config: ServingConfig, num_stages: int, tensor_names: Sequence[str]) -> str:
+def _name(config: ServingConfig, num_stages: int, tensor_names: Sequence[str], same_memory: Mapping[str, str]) -> str:
     parts = {
         "config": written_config(config.handler.model_path),
         "dtype": config.handler.torch_dtype_name,
         "split": config.pippy.split if num_stages else None,
         "num_stages": num_stages,
         "tensors": sorted(tensor_names),
+        "same_memory": sorted(same_memory.items()),
         "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
         "sources": sorted(_sources()),
     }

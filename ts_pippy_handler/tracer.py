@@ -40,13 +40,17 @@ def trace_stages(config: ServingConfig, num_stages: int, memory: DeviceMemory | 
         LoadError: If the model cannot be traced or split; the subclass tells which.
     """
     checkpoint = Checkpoint(config.handler.model_path, config.handler.index_filename)
-    costs = TraceCache(config, 0, checkpoint.names)
+
+    def cache(layers: int) -> TraceCache:
+        return TraceCache(config, layers, checkpoint.names, checkpoint.same_memory)
+
+    costs = cache(0)
     found = None if memory is None else costs.load()
     if found is not None:
         config = _given_split(config, fit.layers_per_stage(decode_costs(found[0]), config.pippy, num_stages, memory))
     # With memory, only an explicit split says what fits it.
     if memory is None or found is not None:
-        kept = TraceCache(config, num_stages, checkpoint.names).load()
+        kept = cache(num_stages).load()
         if kept is not None:
             return kept
     job = json.dumps(
@@ -74,7 +78,7 @@ def trace_stages(config: ServingConfig, num_stages: int, memory: DeviceMemory | 
     if memory is not None:
         costs.store([answer["costs"]])
         config = _given_split(config, answer["sizes"])
-    TraceCache(config, num_stages, checkpoint.names).store(stages)
+    cache(num_stages).store(stages)
     return stages
 
 
@@ -87,8 +91,9 @@ def _trace(config: ServingConfig, num_stages: int, memory: DeviceMemory | None) 
     from ts_pippy_handler import loading, splitting
     from ts_pippy_handler.graph_data import ModelFacts, encode_stage
 
-    traced = loading.trace_checkpoint(config)
-    traced.ask_checkpoint(Checkpoint(config.handler.model_path, config.handler.index_filename))
+    checkpoint = Checkpoint(config.handler.model_path, config.handler.index_filename)
+    traced = loading.trace_checkpoint(config, checkpoint)
+    traced.ask_checkpoint(checkpoint)
     sizes = fit.layers_per_stage(traced.costs, config.pippy, num_stages, memory)
     graphs = splitting.split(traced, sizes)
     stages = [encode_stage(graph, ModelFacts.of(traced, graph)) for graph in graphs]

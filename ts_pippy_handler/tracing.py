@@ -99,6 +99,12 @@ class TracedModel:
                     f"{kind}: layer {layer} keeps its state without attention (a state-space or linear layer?); "
                     "only layers with attention can be split exactly"
                 )
+            if windows[layer] == 1:
+                # Its cache keeps the last "window - 1" tokens as [-0:], which is all of them.
+                raise UnsupportedModelError(
+                    f"{kind}: layer {layer} has a sliding window of 1 token, for which transformers itself gives other "
+                    "answers with its cache than without"
+                )
             expected = types[layer] if layer < len(types) else "full_attention"
             if expected not in ("full_attention", "sliding_attention"):
                 raise UnsupportedModelError(f"{kind}: layer {layer} is of type {expected!r}, which is not supported")
@@ -246,8 +252,13 @@ def _trained_positions(config: Any) -> list[int]:
     return [length for length in lengths if isinstance(length, int)]
 
 
-def trace(config: Any, dtype: torch.dtype) -> TracedModel:
+def trace(config: Any, dtype: torch.dtype, checkpoint: Checkpoint | None = None) -> TracedModel:
     """Export the causal language model of ``config`` as one graph over a packed row of tokens.
+
+    Args:
+        config: Of transformers.
+        dtype: Of the weights.
+        checkpoint: What will be loaded, which may hold two copies of a weight that the model ties.
 
     Raises:
         UnsupportedModelError: If the architecture cannot be expressed that way.
@@ -261,6 +272,8 @@ def trace(config: Any, dtype: torch.dtype) -> TracedModel:
             "only float32, float16 and bfloat16 weights can be served"
         )
     model, buffers = build_without_weights(config, dtype)
+    if checkpoint is not None:
+        conversion.untie(model, checkpoint)
     # Every example tensor must be distinct: export takes one tensor passed twice for a single input.
     tokens, positions = (torch.zeros((1, 16), dtype=torch.long, device="meta") for _ in range(2))
     rows = torch.zeros(3, dtype=torch.long, device="meta")

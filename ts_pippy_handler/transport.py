@@ -11,7 +11,8 @@ batch.
 
 Gloo messages of both kinds share the ranks' one gloo group, told apart by tags: each group's thread wakes a hundred
 times a second, and three groups on an idle rank were measured to use 1 % of a core. A receive that finds its peer gone
-raises at once; one whose peer is silent raises after the step timeout.
+raises at once. A peer that is silent is the watchdog's business (:mod:`~ts_pippy_handler.watchdog`), which knows whose
+fault it is; the limit of a receive here is far longer.
 Knows tensors and their order; knows nothing of scheduling or of who started the ranks.
 """
 
@@ -42,10 +43,11 @@ class Transport:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self._device = device
-        self._step_timeout = timedelta(seconds=step_timeout_s)
+        # A batch may have to wait for a step on each rank, and one more for the step that was running.
+        self._timeout = timedelta(seconds=step_timeout_s * (self.world_size + 1))
         # nccl refuses two ranks on one GPU.
         on_gpu = device.type == "cuda" and torch.cuda.device_count() >= self.world_size
-        self._nccl = dist.new_group(backend="nccl", timeout=self._step_timeout) if on_gpu else None
+        self._nccl = dist.new_group(backend="nccl", timeout=self._timeout) if on_gpu else None
         self._wire_device = device if on_gpu else torch.device("cpu")
         self._pending: list[tuple[dist.Work, torch.Tensor]] = []
 
@@ -108,7 +110,7 @@ class Transport:
             The sampled tokens; their logprobs, an empty list when no row asks for them; the logits, when asked for.
 
         Raises:
-            PipelineError: If a rank is gone, silent for the step timeout, or answers another batch.
+            PipelineError: If a rank is gone, silent for too long, or answers another batch.
         """
         last = self.world_size - 1
         answer = torch.empty(1 + len(batch.sampled), dtype=torch.long, device=self._wire_device)
@@ -146,13 +148,12 @@ class Transport:
             work = dist.irecv(tensor, peer, group=self._group(tag), tag=tag)
             assert work is not None
             if tag == _DATA and self._nccl is None:
-                work.wait(self._step_timeout)
+                work.wait(self._timeout)
             else:
-                work.wait()  # the next batch may take for ever; nccl's group has the step timeout
+                work.wait()  # the next batch may take for ever; nccl's group has the timeout
         except RuntimeError as error:
-            if tag == _DATA and monotonic() - started >= self._step_timeout.total_seconds():
-                waited = f"rank {peer} was silent for the step timeout of {self._step_timeout.total_seconds():g} s"
-                raise PipelineError(waited) from error
+            if tag == _DATA and monotonic() - started >= self._timeout.total_seconds():
+                raise PipelineError(f"rank {peer} was silent for {self._timeout.total_seconds():g} s") from error
             raise RankLostError(f"rank {peer} stopped answering: {one_line(error, 200)}") from error
         if tag == _DATA:
             METER.count_bytes(tensor.nbytes)

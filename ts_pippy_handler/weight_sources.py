@@ -81,7 +81,17 @@ def _locate(name: str, facts: ModelFacts | TracedModel, checkpoint: Checkpoint, 
     for target in names:
         if (conversion := facts.conversions.converted.get(target)) is not None:
             return _Place(target, conversion)
-    raise CheckpointError(f"the checkpoint holds no tensor {name!r}, which stage {stage} needs")
+    raise CheckpointError(
+        f"{checkpoint.entry}: holds no tensor {name!r}, which stage {stage} needs{_elsewhere(name, checkpoint)}"
+    )
+
+
+def _elsewhere(name: str, checkpoint: Checkpoint) -> str:
+    """Say where a tensor may be that was not found: behind a prefix that training tools put before all names."""
+    near = next((each for each in checkpoint.names if each.endswith(f".{name}")), None)
+    if near is None:
+        return ""
+    return f"; there is {near!r}: save the weights with names that lack {near.removesuffix(name)!r}"
 
 
 def find_buffer(name: str, facts: ModelFacts | TracedModel, checkpoint: Checkpoint) -> str | None:

@@ -11,18 +11,18 @@ Sources: the safetensors and ``torch.save`` formats; the index layout of ``trans
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import pickle
 import re
 import struct
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path, PurePath
+from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ts_pippy_handler import weight_files
 from ts_pippy_handler.errors import CheckpointError, one_line
 from ts_pippy_handler.validation import show
 
@@ -33,12 +33,6 @@ _DAMAGE = (
 """What reading a damaged or foreign file raises."""
 _SAVE = "save the model's tensors anew, best as safetensors"
 _PIECE_BYTES = 4 << 20
-_USUAL_FILES = (
-    "model.safetensors.index.json",
-    "model.safetensors",
-    "pytorch_model.bin.index.json",
-    "pytorch_model.bin",
-)
 
 
 class Checkpoint:
@@ -53,8 +47,11 @@ class Checkpoint:
     """
 
     def __init__(self, model_path: str, index_filename: str | None = None) -> None:
-        self._directory = Path(model_path)
-        self._files = self._find_tensors(self._entry(index_filename))
+        self.entry = weight_files.find_entry(Path(model_path), index_filename)
+        """The index, or the only weight file."""
+        self.same_memory: dict[str, str] = {}
+        """Tensors of ``.bin`` files that are another one's memory, by name, as tied weights are saved."""
+        self._files = self._find_tensors()
         self._shapes: dict[Path, dict[str, list[int]]] = {}
         self._read: tuple[Path, dict[str, torch.Tensor]] | None = None
 
@@ -94,6 +91,10 @@ class Checkpoint:
                 )
         return found[0] if found else None
 
+    def is_stored_apart(self, name: str, other: str) -> bool:
+        """Whether two tensors are stored each by itself, and so may differ."""
+        return self.same_memory.get(name, name) != self.same_memory.get(other, other)
+
     def _find_all(self, names: Iterable[str], prefix: str) -> list[str]:
         dotted = f"{prefix}."
         found = []
@@ -103,6 +104,8 @@ class Checkpoint:
         return list(dict.fromkeys(found))
 
     def _are_equal(self, name: str, other: str) -> bool:
+        if not self.is_stored_apart(name, other):
+            return True
         shape = self.shape(name)
         if shape != self.shape(other):
             return False
@@ -192,58 +195,46 @@ class Checkpoint:
             self._read = file, tensors
         return self._read[1]
 
-    def _entry(self, index_filename: str | None) -> Path:
-        if index_filename is not None:
-            path = self._directory / index_filename
-            if not path.is_file():
-                raise CheckpointError(f"handler.index_filename: {index_filename!r} is not in {self._directory}")
-            return path
-        for name in _USUAL_FILES:
-            if (self._directory / name).is_file():
-                return self._directory / name
-        others = sorted(self._directory.glob("*.safetensors"))
-        if len(others) == 1:
-            return others[0]
-        raise CheckpointError(f"{self._directory}: no weights found; looked for {', '.join(_USUAL_FILES)}")
-
-    def _find_tensors(self, entry: Path) -> dict[str, Path]:
-        if entry.suffix != ".json":
-            return dict.fromkeys(_tensor_names(entry), entry)
-        try:
-            weight_map: dict[str, str] = json.loads(entry.read_text("utf-8"))["weight_map"]
-            files = {name: self._directory / file for name, file in weight_map.items()}
-        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-            raise CheckpointError(f"{entry}: not a checkpoint index with a 'weight_map': {one_line(error)}") from error
-        for name, written in weight_map.items():
-            # As written: the hub's cache holds links to files that lie elsewhere.
-            if PurePath(written).is_absolute() or ".." in PurePath(written).parts:
-                raise CheckpointError(
-                    f"{entry}: says that tensor {show(name)} is in {show(written)}, outside the checkpoint's directory"
-                )
+    def _find_tensors(self) -> dict[str, Path]:
+        if self.entry.suffix != ".json":
+            return dict.fromkeys(self._names_in(self.entry), self.entry)
+        files = weight_files.read_index(self.entry)
         for file in sorted(set(files.values())):
-            if not file.is_file():
-                raise CheckpointError(f"{file}: missing, although {entry.name} says it holds tensors")
-            present = set(_tensor_names(file))
+            present = set(self._names_in(file))
             lost = [name for name, where in files.items() if where == file and name not in present]
             if lost:
-                raise CheckpointError(f"{file}: tensor {show(lost[0])} is missing, although {entry.name} lists it")
+                raise CheckpointError(f"{file}: tensor {show(lost[0])} is missing, although {self.entry.name} lists it")
         return files
+
+    def _names_in(self, file: Path) -> list[str]:
+        try:
+            if file.suffix == ".safetensors":
+                with safe_open(file, framework="pt") as tensors:
+                    return list(tensors.keys())
+            tensors = _load_bin(file)[0]
+            self.same_memory |= _same_memory(tensors)
+            return list(tensors)
+        except _DAMAGE as error:
+            reason = weight_files.what_it_is(file) or one_line(error)
+            raise CheckpointError(f"{file}: unreadable or truncated: {reason}") from error
+
+
+def _same_memory(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return the tensors that lie where another one does, with the name of the first that lies there."""
+    first: dict[tuple[object, ...], str] = {}
+    found: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
+            original = first.setdefault((tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()), name)
+            if original != name:
+                found[name] = original
+    return found
 
 
 def _pieces(num_rows: int, num_bytes: int) -> Iterator[slice]:
     """Return the rows of a tensor in pieces of about ``_PIECE_BYTES``."""
     step = max(1, _PIECE_BYTES * num_rows // max(num_bytes, 1))
     return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
-
-
-def _tensor_names(file: Path) -> list[str]:
-    try:
-        if file.suffix == ".safetensors":
-            with safe_open(file, framework="pt") as tensors:
-                return list(tensors.keys())
-        return list(_load_bin(file)[0])
-    except _DAMAGE as error:
-        raise CheckpointError(f"{file}: unreadable or truncated: {one_line(error)}") from error
 
 
 def _tensor_shapes(file: Path) -> dict[str, list[int]]:
@@ -282,6 +273,8 @@ def _unpickle(file: Path, *, mmap: bool) -> object:
             return torch.load(file, map_location="cpu", mmap=mmap, weights_only=True)
     except pickle.UnpicklingError as error:
         # What torch writes before and after its reason is advice to read the file unsafely.
+        if (reason := weight_files.what_it_is(file)) is not None:
+            raise CheckpointError(f"{file}: unreadable or truncated: {reason}") from error
         found = re.search(r"WeightsUnpickler error:\s*(.+?)(?:\. |$)", str(error), re.MULTILINE)
         raise CheckpointError(
             f"{file}: damaged, or no file of tensors that can be read safely (weights only): "

@@ -12,7 +12,7 @@ import sys
 import threading
 import warnings
 
-from ts_pippy_handler import loading, process, ranks
+from ts_pippy_handler import loading, lost_ranks, process, ranks
 from ts_pippy_handler.config import ServingConfig, load_config
 from ts_pippy_handler.errors import PippyError
 from ts_pippy_handler.loading import LoadedRank
@@ -34,18 +34,19 @@ def run_batches(loaded: LoadedRank) -> None:
         METER.skip()
         received = transport.receive_values(stage.graph.receives, batch.num_tokens)
         METER.spent("wait")
-        outputs = stage.run(batch, received)
-        METER.ran(batch.num_tokens)
-        if stage.is_last:
-            logits = outputs[stage.graph.outputs[0]]
-            token_ids = sample(logits, batch.sampled)
-            logprobs = logprobs_of(logits, batch.sampled, token_ids)
-            METER.spent("compute")
-            transport.send_result(batch, token_ids, logprobs, logits)
-        else:
-            METER.spent("compute")
-            transport.send_values(stage.graph.sends, {**received, **outputs})
-        METER.spent("send")
+        with loaded.pulse.step():
+            outputs = stage.run(batch, received)
+            METER.ran(batch.num_tokens)
+            if stage.is_last:
+                logits = outputs[stage.graph.outputs[0]]
+                token_ids = sample(logits, batch.sampled)
+                logprobs = logprobs_of(logits, batch.sampled, token_ids)
+                METER.spent("compute")
+                transport.send_result(batch, token_ids, logprobs, logits)
+            else:
+                METER.spent("compute")
+                transport.send_values(stage.graph.sends, {**received, **outputs})
+            METER.spent("send")
 
 
 def start_thread(loaded: LoadedRank) -> threading.Thread:
@@ -84,6 +85,7 @@ def main() -> None:
     group = ranks.join(ranks.place_from_environment(), config.pippy)
     try:
         loaded = loading.load(group, config, show_progress=job["show_progress"])
+        lost_ranks.watch(loaded, config.pippy)
     except PippyError:
         # The reason is with rank 0 already, which reports it once for all.
         process.end_process(1)

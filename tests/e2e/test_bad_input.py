@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.client import Response
+from tests.corpus import MODEL, Malformed, corpus
 from tests.models import WINDOW
 from tests.oracle import Reference, hf_generate
 from tests.texts import byte_tokens
@@ -145,5 +146,26 @@ def test_an_answer_that_torchserve_would_not_carry_costs_no_worker(
         large = pool.submit(server.post, name, wanted)
         check_good(server.post(name, GOOD), expected)
         check_refused(large.result(), [r"the answer has \d{7,8} bytes", "6553500"])
+    check_good(server.post(name, GOOD), expected)
+    assert server.worker_pids(name) == pids
+
+
+def test_the_corpus_is_refused_and_the_worker_lives(
+    server: TorchServe, llama: tuple[str, Path], expected: Reference
+) -> None:
+    name, _ = llama
+    pids = server.worker_pids(name)
+
+    def send(malformed: Malformed) -> str | None:
+        path = f"/predictions/{name}" + (f"/1.0/{malformed.path}" if malformed.path else "")
+        body = malformed.body.replace(MODEL.encode(), name.encode())
+        answer = server.request("inference", "POST", path, body, {"Content-Type": malformed.content_type})
+        if answer.status == 400 and malformed.named in answer.json()["error"]["message"]:
+            return None
+        return f"{malformed.path} {malformed.body[:80]!r}: {answer.status} {answer.body[:300]!r}"
+
+    with ThreadPoolExecutor(8) as pool:
+        wrong = [each for each in pool.map(send, corpus()) if each]
+    assert not wrong
     check_good(server.post(name, GOOD), expected)
     assert server.worker_pids(name) == pids

@@ -20,14 +20,15 @@ from ts_pippy_handler.weights import Checkpoint
 CPU = torch.device("cpu")
 
 
-_traces: dict[tuple[str, torch.dtype], TracedModel] = {}
+_traces: dict[tuple[object, ...], TracedModel] = {}
 
 
-def traced(directory: Path, dtype: torch.dtype = torch.float32) -> TracedModel:
+def traced(directory: Path, dtype: torch.dtype = torch.float32, checkpoint: Checkpoint | None = None) -> TracedModel:
     """Trace a checkpoint, or copy the trace made before: tracing takes a second, and splitting uses a trace up."""
-    key = ((directory / "config.json").read_text(), dtype)
+    names = () if checkpoint is None else (*sorted(checkpoint.names), *sorted(checkpoint.same_memory.items()))
+    key = ((directory / "config.json").read_text(), dtype, names)
     if key not in _traces:
-        _traces[key] = tracing.trace(model_config.read_config(str(directory)), dtype)
+        _traces[key] = tracing.trace(model_config.read_config(str(directory)), dtype, checkpoint)
     original = _traces[key]
     fresh = copy.copy(original)
     nodes: dict[fx.Node, fx.Node] = {}
@@ -51,8 +52,8 @@ class Pipeline:
         pack_weights: bool = True,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        model = traced(directory, dtype)
         checkpoint = Checkpoint(str(directory))
+        model = traced(directory, dtype, checkpoint)
         model.ask_checkpoint(checkpoint)
         graphs = splitting.split(model, layers_per_stage)
         self.stages = [Stage(graph, model, checkpoint, CPU, pack_weights=pack_weights) for graph in graphs]

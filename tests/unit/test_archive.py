@@ -61,7 +61,14 @@ def test_torchrun_mode(model_dir: Path) -> None:
     assert config["continuousBatching"] is True
     assert config["torchrun"] == {"nproc-per-node": 3, "rdzv-endpoint": "localhost:0"}
     assert "asyncCommunication" not in config
-    assert config["batchSize"] > 1
+
+
+@pytest.mark.parametrize("launch", ["torchrun", "spawn"])
+def test_the_frontend_passes_on_more_requests_than_are_accepted(model_dir: Path, launch: Any) -> None:
+    for pippy, accepted in (({}, 64 + 256), ({"max_running_requests": 16, "max_waiting_requests": 2000}, 2016)):
+        config = model_config(options(model_dir, launch=launch, pippy=pippy))
+        assert config["jobQueueSize"] > accepted
+        assert config["batchSize"] == (1 if launch == "spawn" else accepted + 64)
 
 
 def test_spawn_mode(model_dir: Path) -> None:

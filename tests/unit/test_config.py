@@ -30,10 +30,11 @@ GOOD_PIPPY: dict[str, list[Any]] = {
     "device_memory": ["measured", 1, [3, 10**12], {0: 8, 1: 5}, {1: 5}, None],
     "block_size": [1, 1024],
     "kv_cache_tokens": [1, 10**9, None],
-    "max_batch_tokens": [1, 8192],
+    "max_batch_tokens": [1, 8192, None],
     "max_running_requests": [1, 500],
     "max_waiting_requests": [0, 10],
     "step_timeout": [0.1, 3600],
+    "heartbeat_timeout": [1, 7.5, 600],
     "threads_per_rank": [1, 8, None],
     "pack_weights": [True, False],
     "native_attention": [True, False],
@@ -49,11 +50,14 @@ GOOD_HANDLER: dict[str, list[Any]] = {
     "max_new_tokens": [1, 10_000],
     "manual_seed": [0, 2**63 - 1, None],
     "request_timeout": [0.5, 600, 1e6, None],
+    "drain_timeout": [0.5, 3600],
     "max_stop_strings": [0, 64],
     "max_choices": [1, 128],
     "max_response_size": [65_536, 10**9],
     "grpc_streaming": [True, False],
     "trust_remote_code": [True, False],
+    "download": [True, False],
+    "revision": [None],
 }
 BAD_PIPPY: list[tuple[str, Any, str]] = [
     ("model_type", "ONNX", "pippy.model_type: must be .*HF.*, got 'ONNX'"),
@@ -88,6 +92,8 @@ BAD_PIPPY: list[tuple[str, Any, str]] = [
     ("max_running_requests", 0, "pippy.max_running_requests: must be a whole number, at least 1, got 0"),
     ("max_waiting_requests", -1, "pippy.max_waiting_requests: must be a whole number, at least 0, got -1"),
     ("step_timeout", 0, "pippy.step_timeout: must be a number, above 0, got 0"),
+    ("heartbeat_timeout", 0.5, "pippy.heartbeat_timeout: must be a number, at least 1, got 0.5"),
+    ("heartbeat_timeout", float("inf"), "pippy.heartbeat_timeout: must be a number, .*got inf"),
     ("threads_per_rank", 0, "pippy.threads_per_rank: must be a whole number, at least 1, got 0"),
     ("pack_weights", "maybe", "pippy.pack_weights: must be true or false, got 'maybe'"),
     ("native_attention", "cc", "pippy.native_attention: must be true or false, got 'cc'"),
@@ -108,6 +114,7 @@ BAD_HANDLER: list[tuple[str, Any, str]] = [
     ("max_new_tokens", 0, "handler.max_new_tokens: must be a whole number, at least 1, got 0"),
     ("max_new_tokens", False, "handler.max_new_tokens: must be a whole number, .*got False"),
     ("request_timeout", 0, "handler.request_timeout: must be a number, above 0, got 0"),
+    ("drain_timeout", 0, "handler.drain_timeout: must be a number, above 0, got 0"),
     ("max_stop_strings", -1, "handler.max_stop_strings: must be a whole number, at least 0 and at most 64, got -1"),
     ("max_choices", 0, "handler.max_choices: must be a whole number, at least 1 and at most 128, got 0"),
     ("max_response_size", 1, "handler.max_response_size: must be a whole number, at least 65536, got 1"),
@@ -115,6 +122,8 @@ BAD_HANDLER: list[tuple[str, Any, str]] = [
     ("manual_seed", -1, "handler.manual_seed: must be a whole number, at least 0 and .*, got -1"),
     ("manual_seed", 2**63, f"handler.manual_seed: must be a whole number, .*below {2**63}, got {2**63}"),
     ("trust_remote_code", "perhaps", "handler.trust_remote_code: must be true or false, got 'perhaps'"),
+    ("download", "perhaps", "handler.download: must be true or false, got 'perhaps'"),
+    ("revision", "v2", "handler.revision: 'v2' is for a model named by its id, but handler.model_path is '.*'"),
 ]
 
 
@@ -163,7 +172,7 @@ def test_all_errors_are_told_at_once(model_dir: Path) -> None:
 def test_defaults(model_dir: Path) -> None:
     config = check(model_dir)
     assert config.pippy == PippyConfig()
-    assert (config.pippy.split, config.pippy.block_size, config.pippy.max_batch_tokens) == ("time", 16, 512)
+    assert (config.pippy.split, config.pippy.block_size, config.pippy.max_batch_tokens) == ("time", 16, None)
     assert config.handler.max_new_tokens == 256
     assert config.handler.torch_dtype_name is None
 

@@ -16,6 +16,7 @@ from tests.processes import wait_until
 from tests.unit.fakes import VOCAB, SlotModel, continuation, next_token
 from ts_pippy_handler.engine import Engine
 from ts_pippy_handler.errors import InvalidRequestError, OverloadedError, PipelineError
+from ts_pippy_handler.heartbeat import Pulse
 from ts_pippy_handler.kv_cache import BlockAllocator
 from ts_pippy_handler.request import Batch, FinishReason, SamplingParams, TokenEvent
 from ts_pippy_handler.scheduler import Limits, Scheduler
@@ -52,7 +53,13 @@ class Harness:
             roll_call=lambda: self.present,
         )
         self.loaded: Any = SimpleNamespace(
-            stage=self.stage, transport=None, max_len=64, vocab_size=VOCAB, group=group, num_slots=num_blocks * 4
+            stage=self.stage,
+            transport=None,
+            max_len=64,
+            vocab_size=VOCAB,
+            group=group,
+            num_slots=num_blocks * 4,
+            pulse=Pulse(),
         )
         values = {"max_len": 64, "max_batch_tokens": 16, "max_running": 4, "max_waiting": 20, **limits}
         self.scheduler = Scheduler(BlockAllocator(num_blocks, 4), Limits(**values, num_in_flight=num_in_flight), [0])

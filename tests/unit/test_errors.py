@@ -15,6 +15,7 @@ TREE = {
     errors.InvalidRequestError: (errors.PippyError, 400, "invalid_request"),
     errors.NotFoundError: (errors.PippyError, 404, "not_found"),
     errors.OverloadedError: (errors.PippyError, 429, "overloaded"),
+    errors.DrainingError: (errors.PippyError, 503, "draining"),
     errors.ServerError: (errors.PippyError, 502, "server_failed"),
     errors.PipelineError: (errors.PippyError, 503, "pipeline_failed"),
     errors.RankLostError: (errors.PipelineError, 503, "pipeline_failed"),

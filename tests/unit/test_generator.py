@@ -11,7 +11,7 @@ from tests.models import byte_tokenizer
 from tests.unit.fakes import FakeEngine
 from ts_pippy_handler.completion import Completion
 from ts_pippy_handler.config import HandlerConfig
-from ts_pippy_handler.errors import InvalidRequestError, PipelineError, PippyError
+from ts_pippy_handler.errors import InvalidRequestError, OverloadedError, PipelineError, PippyError
 from ts_pippy_handler.generator import Generator, Prompt, Wishes
 from ts_pippy_handler.request import FinishReason, SamplingParams, TokenEvent, TokenLogprobs
 from ts_pippy_handler.text import Tokenizer
@@ -116,6 +116,16 @@ def test_what_cannot_be_honoured(
 
 def test_a_prompt_of_exactly_the_longest_length(model_dir: Path) -> None:
     make(model_dir, max_length=5).submit(Prompt(text="12345"), Wishes())
+
+
+def test_a_request_beyond_the_limits_is_refused_before_its_prompt_is_encoded(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = make(model_dir)
+    generator.engine.refusal = OverloadedError("too many")  # type: ignore[attr-defined]
+    monkeypatch.setattr(generator.tokenizer, "encode", lambda *_: pytest.fail("encoded"))
+    with pytest.raises(OverloadedError):
+        generator.submit(Prompt(text="abc"), Wishes())
 
 
 def test_several_prompts_start_all_or_none(model_dir: Path) -> None:

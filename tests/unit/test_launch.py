@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import queue
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,7 +31,7 @@ def test_the_scheduler_gets_its_limits_from_the_configuration(checkpoints: Check
     engine = launch.start_spawned(settings, 1)
     try:
         limits = engine.scheduler.limits
-        assert (limits.max_batch_tokens, limits.max_running, limits.max_waiting) == (77, 3, 1024)
+        assert (limits.max_batch_tokens, limits.max_running, limits.max_waiting) == (77, 3, 256)
         assert (limits.num_in_flight, limits.max_len) == (5, 256)
         assert engine.scheduler.allocator.num_blocks == 16
         assert engine.eos_token_ids == [EOS_ID]
@@ -42,6 +44,7 @@ def test_one_stage_continues_prompts_as_the_model_does(checkpoints: Checkpoints)
     engine = launch.start_spawned(config(directory), 1)
     prompts = [[5, 6, 7], [200] * 12, [9]]
     try:
+        assert engine.scheduler.limits.max_batch_tokens == 160, "the default on CPUs"
         queues: list[queue.Queue[TokenEvent]] = [queue.Queue() for _ in prompts]
         wanted = SamplingParams(max_new_tokens=4, ignore_eos=True)
         for prompt, events in zip(prompts, queues, strict=True):
@@ -111,3 +114,40 @@ def test_mistakes_are_found_before_anything_starts(checkpoints: Checkpoints, tmp
         file.write_bytes(b"")
     with pytest.raises(LoadError, match="unreadable or truncated"):
         launch.start_spawned(config(directory), 1)
+
+
+_BROKEN = """
+import queue, sys, time
+from ts_pippy_handler import launch
+from ts_pippy_handler.config import load_config
+from ts_pippy_handler.request import SamplingParams
+
+def main():
+    config = load_config({"handler": {"model_path": sys.argv[1]}, "pippy": {"kv_cache_tokens": 256}})
+    engine = launch.start_spawned(config, 1, launch.SpawnOptions(ends_process=sys.argv[2] == "ends"))
+    def fail(*_):
+        raise ValueError("the stage is broken")
+    engine.loaded.stage.run = fail
+    events = queue.Queue()
+    engine.submit([5, 6], SamplingParams(max_new_tokens=4), events.put)
+    print(events.get(timeout=30).error, flush=True)
+    time.sleep(3)
+    print("goes on", flush=True)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize(("then", "status"), [("ends", 1), ("goes on", 0)])
+def test_a_pipeline_that_cannot_be_kept_alive_answers_and_ends_its_process(
+    checkpoints: Checkpoints, tmp_path: Path, then: str, status: int
+) -> None:
+    script = tmp_path / "broken.py"
+    script.write_text(_BROKEN)
+    command = [sys.executable, script, checkpoints("gpt2", layers=4), then]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=False)
+    lines = done.stdout.splitlines()
+    assert "the stage is broken" in lines[0]
+    assert lines[1:] == ["goes on"] * (status == 0)
+    assert done.returncode == status

@@ -121,7 +121,7 @@ def test_the_models(model_dir: Path) -> None:
 def test_health(model_dir: Path, ready: bool, status: int) -> None:
     engine = Answering()
     engine.health = lambda: {"ready": ready}  # type: ignore[attr-defined]
-    assert ask(model_dir, "v1/health", None, engine)[:2] == (status, {"ready": ready})
+    assert ask(model_dir, "v1/health", None, engine)[:2] == (status, {"ready": ready, "drain": None})
 
 
 def test_another_model_or_path_is_not_found(model_dir: Path) -> None:

@@ -247,7 +247,7 @@ def test_a_model_of_one_stage_is_called_like_the_model(checkpoints: Checkpoints)
 
 def test_a_model_gives_its_dtype(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(launch, "start_spawned", lambda config, num_stages: seen.append(config))
+    monkeypatch.setattr(launch, "start_spawned", lambda config, *_: seen.append(config))
     directory = checkpoints("gpt2", layers=4)
     model = torch.nn.Linear(1, 1)
     model.dtype = torch.bfloat16  # type: ignore[assignment]

@@ -62,3 +62,11 @@ def test_a_window_that_no_layer_is_told_of() -> None:
 def test_not_refused(model_type: str) -> None:
     options = {**GQA, "head_dim": 8, "pad_token_id": 0} | ({"sliding_window": 8} if model_type in WINDOWED else {})
     assert tracing.trace(AutoConfig.for_model(model_type, **options), torch.float32).num_layers == 2
+
+
+@pytest.mark.parametrize("model_type", sorted(WINDOWED))
+def test_a_window_for_which_transformers_disagrees_with_itself(model_type: str) -> None:
+    options = {**GQA, "head_dim": 8, "pad_token_id": 0, "sliding_window": 1}
+    config = AutoConfig.for_model(model_type, **options)
+    with pytest.raises(UnsupportedModelError, match=f"^{model_type}: layer 0 has a sliding window of 1 token"):
+        tracing.trace(config, torch.float32)

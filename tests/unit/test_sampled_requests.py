@@ -30,6 +30,7 @@ from tests.oracle import MIN_MARGIN, random_prompts
 from tests.unit.pipelines import CPU, Pipeline, eager
 from ts_pippy_handler.engine import Engine
 from ts_pippy_handler.errors import PipelineError
+from ts_pippy_handler.heartbeat import Pulse
 from ts_pippy_handler.kv_cache import BlockAllocator
 from ts_pippy_handler.request import Batch, FinishReason, SamplingParams, TokenEvent, TokenLogprobs
 from ts_pippy_handler.sampling import logprobs_of, sample
@@ -100,6 +101,7 @@ class Served:
             max_len=64,
             vocab_size=VOCAB,
             group=SimpleNamespace(leave=lambda is_broken: None),
+            pulse=Pulse(),
         )
         self._alone = alone
         values = {"max_len": 64, "max_batch_tokens": 16, "max_running": 6, "max_waiting": 20, **limits}

@@ -258,6 +258,25 @@ def test_a_decoding_request_goes_on_beside_a_long_prompt() -> None:
     run.to_end()
 
 
+def test_a_new_prompt_joins_the_batch_that_fills_the_pipeline() -> None:
+    run = Run(make(num_in_flight=2))
+    for number in range(3):
+        run.add(number, [number + 1], params(20))
+    for _ in range(3):
+        run.step()
+    assert [len(step.batch.segments) for step in run.steps] == [2, 1]
+    assert len(run.in_flight) == 1, "the first batch has come back"
+    run.add(3, [5, 6, 7], params(20))
+    run.step()
+    assert sorted(segment.num_tokens for segment in run.steps[-1].batch.segments) == [1, 1, 3]
+    run.to_end()
+
+
+def test_prompts_that_come_together_are_spread_over_the_pipeline() -> None:
+    run = run_all(make(num_in_flight=2), [[1, 2, 3], [4, 5, 6]], params(3))
+    assert {len(step.batch.segments) for step in run.steps} == {1}
+
+
 def test_sampling_parameters_travel_with_their_row() -> None:
     run = Run(make())
     run.add(0, [3, 4], params(1, temperature=0.5, top_k=7, top_p=0.8, seed=11))

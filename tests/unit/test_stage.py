@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.models import FAMILIES, VOCAB, WINDOW, Checkpoints, copy_checkpoint, rewrite_weights
 from tests.unit.pipelines import CPU, Pipeline, batch_of, eager, eager_logits, traced
@@ -106,8 +107,6 @@ def test_a_checkpoint_of_the_bare_model(checkpoints: Checkpoints, tmp_path: Path
     directory = copy_checkpoint(source, tmp_path / "bare")
     model = eager(str(source))
     rewrite_weights(directory, model, limit=None)
-    from safetensors.torch import load_file, save_file
-
     file = directory / "model.safetensors"
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
     assert "wte.weight" in tensors
@@ -146,34 +145,94 @@ def test_bytes_and_progress(checkpoints: Checkpoints) -> None:
 
 
 def test_a_tensor_that_is_nowhere(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     directory = copy_checkpoint(checkpoints("llama", layers=4, shard_bytes=None), tmp_path / "copy")
     file = directory / "model.safetensors"
     tensors = load_file(file)
     del tensors["model.layers.2.mlp.down_proj.weight"]
     save_file(tensors, file, metadata={"format": "pt"})
-    message = "the checkpoint holds no tensor 'model.layers.2.mlp.down_proj.weight', which stage 1 needs"
+    message = f"{file}: holds no tensor 'model.layers.2.mlp.down_proj.weight', which stage 1 needs"
     with pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"):
         Pipeline(directory, [2, 2])
 
 
-def test_a_head_that_differs_from_the_embedding_it_is_tied_to(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "base_model.model."])
+def test_a_prefix_that_a_training_tool_added_is_named(checkpoints: Checkpoints, tmp_path: Path, prefix: str) -> None:
+    directory = copy_checkpoint(checkpoints("llama", layers=4, shard_bytes=None), tmp_path / "copy")
+    file = directory / "model.safetensors"
+    renamed = {prefix + name: tensor for name, tensor in load_file(file).items()}
+    save_file(renamed, file, metadata={"format": "pt"})
+    message = f"{file}: holds no tensor 'model."
+    with pytest.raises(
+        CheckpointError, match=rf"^{re.escape(message)}.*: save the weights with names that lack '{prefix}'"
+    ):
+        Pipeline(directory, [2, 2])
 
+
+@pytest.mark.parametrize("layers_per_stage", [[4], [2, 2]])
+def test_a_head_that_differs_from_the_embedding_it_is_tied_to(
+    checkpoints: Checkpoints, tmp_path: Path, layers_per_stage: list[int]
+) -> None:
     source = checkpoints("llama", layers=4, head="tied-present", shard_bytes=None)
     directory = copy_checkpoint(source, tmp_path / "copy")
     file = directory / "model.safetensors"
     tensors = load_file(file)
-    tensors["lm_head.weight"] = tensors["lm_head.weight"] + 1
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].flip(0)
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match="are one weight in the model, but differ here; if it was trained with"):
-        Pipeline(directory, [2, 2])
+    token_ids = [5, 9, 77, 120, 33, 8]
+    logits = Pipeline(directory, layers_per_stage).run(batch_of(0, [(token_ids, 0, [(0, 16)])]))
+    torch.testing.assert_close(logits, eager_logits(directory, token_ids))  # transformers does not tie these two
+
+
+@pytest.mark.parametrize("layers_per_stage", [[4], [2, 2]])
+@pytest.mark.parametrize("file_format", ["safetensors", "bin"])
+@pytest.mark.parametrize("head", ["tied", "tied-present", "shared memory", "untied"])
+def test_a_stage_reads_each_of_its_tensors_once_and_no_other(
+    checkpoints: Checkpoints,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    head: str,
+    file_format: str,
+    layers_per_stage: list[int],
+) -> None:
+    is_shared = head == "shared memory"
+    options = {"layers": 4, "file_format": file_format, "shard_bytes": None, "head": "tied" if is_shared else head}
+    directory = checkpoints("llama", **options)
+    if is_shared:
+        directory = copy_checkpoint(directory, tmp_path / "copy")
+        share_head(directory, file_format)
+    num_bytes = 0
+    copy = Checkpoint._copy
+
+    def counting(self: Checkpoint, file: Path, name: str, target: torch.Tensor, rows: slice | None) -> None:
+        nonlocal num_bytes
+        num_bytes += target.nbytes
+        copy(self, file, name, target, rows)
+
+    monkeypatch.setattr(Checkpoint, "_copy", counting)
+    checkpoint = Checkpoint(str(directory))
+    model = traced(directory, checkpoint=checkpoint)
+    model.ask_checkpoint(checkpoint)
+    for graph in splitting.split(model, layers_per_stage):
+        num_bytes = 0
+        stage = Stage(graph, model, checkpoint, CPU)
+        assert num_bytes == stage.num_bytes
+
+
+def share_head(directory: Path, file_format: str) -> None:
+    """Store the tied head beside the embedding, in the same memory where the format can say so."""
+    if file_format == "bin":
+        file = directory / "pytorch_model.bin"
+        tensors = torch.load(file)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+        torch.save(tensors, file)
+    else:
+        file = directory / "model.safetensors"
+        tensors = load_file(file)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        save_file(tensors, file, metadata={"format": "pt"})
 
 
 def test_a_tensor_of_another_shape(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     directory = copy_checkpoint(checkpoints("llama", layers=4, shard_bytes=None), tmp_path / "copy")
     file = directory / "model.safetensors"
     tensors = load_file(file)
