@@ -78,11 +78,13 @@ def test_with_declared_memory_the_cache_takes_the_rest(gpt2: Path) -> None:
     per_token = 4 * 2 * 64 * 4
     fixed = free.stage.resident_bytes + free.stage.graph.work_bytes_per_row * 512
     assert free.stage.resident_bytes == free.stage.num_bytes + 263 * 64 * 4, "the tied embedding, plain and packed"
-    loaded = loading.load(Group(ALONE), config(gpt2, device_memory=[fixed + 700 * per_token]))
+    loaded = loading.load(Group(ALONE), config(gpt2, max_batch_tokens=512, device_memory=[fixed + 700 * per_token]))
     assert loaded.num_slots == 688, "700 in whole blocks"
     with pytest.raises(LoadError, match=r"^rank 0: pippy\.device_memory: the model fits no split over 1 stages; the"):
-        loading.load(Group(ALONE), config(gpt2, device_memory=[fixed + 511 * per_token]))
-    kept = config(gpt2, device_memory=[fixed + 900 * per_token])  # the layers' costs and the trace are found again
+        loading.load(Group(ALONE), config(gpt2, max_batch_tokens=512, device_memory=[fixed + 511 * per_token]))
+    kept = config(
+        gpt2, max_batch_tokens=512, device_memory=[fixed + 900 * per_token]
+    )  # the layers' costs and the trace are found again
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading.tracer.subprocess, "run", None)
         assert loading.load(Group(ALONE), kept).num_slots == 896
