@@ -16,8 +16,10 @@ LIGHT = [
     *(
         "archive",
         "config",
+        "costs",
         "drain_cli",
         "errors",
+        "fit",
         "hub",
         "kv_cache",
         "meter",

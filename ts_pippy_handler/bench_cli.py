@@ -16,6 +16,7 @@ _OF_ENGINE = {
     "--stages": "stages",
     "--dtype": "dtype",
     "--split": "split",
+    "--device-memory": "device_memory",
     "--save-outputs": "save_outputs",
 }
 _OF_SERVER = {

@@ -102,6 +102,12 @@ def _command(commands: Any, name: str, run: Any, text: str, *, needs_model: bool
     parser.add_argument(
         "--split", type=_split, default="time", help="'time' (default), 'memory', or layers per stage: '[10,20]'"
     )
+    parser.add_argument(
+        "--device-memory",
+        type=_memory,
+        metavar="SIZE,SIZE,…",
+        help="what each stage may take of its device, such as 8GiB,16GiB; one size for all; or 'measured'",
+    )
     parser.add_argument("--debug", action="store_true", help="log more, and show the traceback of an error")
     return parser
 
@@ -172,6 +178,10 @@ def _split(text: str) -> str | list[int]:
     return sizes
 
 
+def _memory(text: str) -> str | list[str]:
+    return text.split(",") if "," in text else text
+
+
 class _AppendPrompt(argparse.Action):
     """Keep texts and token ids in the order they were given."""
 
@@ -201,7 +211,12 @@ def _config(options: argparse.Namespace) -> ServingConfig:
         handler["revision"] = options.revision
     if options.dtype:
         handler["dtype"] = options.dtype
-    return load_config({"pippy": {"split": "time" if options.split is None else options.split}, "handler": handler})
+    return load_config({"pippy": _pippy(options), "handler": handler})
+
+
+def _pippy(options: argparse.Namespace) -> dict[str, Any]:
+    given = {"split": options.split or "time", "device_memory": options.device_memory}
+    return {key: value for key, value in given.items() if value is not None}
 
 
 def _spawn_options(options: argparse.Namespace) -> SpawnOptions:
@@ -318,7 +333,7 @@ def _package(options: argparse.Namespace) -> int:
             dtype=options.dtype,
             copy_weights=options.copy_weights,
             force=options.force,
-            pippy=({} if options.split == "time" else {"split": options.split})
+            pippy={key: value for key, value in _pippy(options).items() if value != "time"}
             | {name: value for name, value in limits.items() if value is not None},
         )
     )

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError, field_validator
 
 from ts_pippy_handler import hub
 from ts_pippy_handler.errors import CheckpointError, ConfigError, one_line
@@ -63,6 +63,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 Int = Annotated[int, BeforeValidator(_whole_number)]
 Float = Annotated[float, BeforeValidator(_whole_number)]
+Size = Annotated[ByteSize, BeforeValidator(_whole_number), Field(gt=0)]
 
 
 class PippyConfig(BaseModel):
@@ -85,11 +86,19 @@ class PippyConfig(BaseModel):
     )
     """Where to cut: stages equal in bytes read per token, the head's counted half since prompts need no logits (time),
     equal in weights (memory), or the number of layers of each stage."""
+    device_memory: Literal["measured"] | Size | list[Size] | dict[Int, Size] | None = Field(
+        None, description="'measured', a size such as 24GiB, a list of a size for each rank, or a map of ranks to sizes"
+    )
+    """Memory that weights, cache and computing of a stage may take; no stage then gets more layers than fit, and a
+    model that fits no split is refused before its weights are read. A size is in bytes, or a text such as 24GiB or
+    16GB, and is taken as it is. Measured, as for ranks that a map does not name: nine tenths of what is free on the
+    rank's device when it starts, divided equally among the ranks that share it (on CPUs all ranks of a host)."""
     block_size: Int = Field(16, ge=1, le=1024)
     """Tokens per block of the key/value cache."""
     kv_cache_tokens: Int | None = Field(None, ge=1)
     """Tokens the key/value cache of every stage holds. By default what a quarter of the free memory of the
-    smallest rank holds, at most what ``max_running_requests`` full windows need."""
+    smallest rank holds, with ``device_memory`` what weights and computing leave of it; at most what
+    ``max_running_requests`` full windows need."""
     prefix_caching: bool = True
     """Whether requests that begin with the same tokens share their cache, in whole blocks: what one computed, running
     or finished, later ones need not. How fast a first token comes may tell a client what others asked."""
@@ -143,6 +152,15 @@ class PippyConfig(BaseModel):
         if isinstance(split, list) and (not split or min(split) < 1):
             raise ValueError("must be 'time', 'memory' or a list of at least one layer per stage")
         return split
+
+    @field_validator("device_memory")
+    @classmethod
+    def _some_memory(cls, memory: object) -> object:
+        if isinstance(memory, (list, dict)) and not memory:
+            raise ValueError("names no rank; leave it out for no limit")
+        if isinstance(memory, dict) and min(memory) < 0:
+            raise ValueError("ranks count from 0")
+        return memory
 
 
 class HandlerConfig(BaseModel):

@@ -79,7 +79,7 @@ def encode_stage(graph: StageGraph, facts: ModelFacts) -> bytes:
         "attention": [vars(spec) for spec in attention_specs(module).values()],
         "parameters": {name: _template(value) for name, value in module.named_parameters()},
         "buffers": {name: _template(value) for name, value in module.named_buffers()},
-        "stage": [graph.index, graph.num_stages, graph.first_layer, graph.num_layers],
+        "stage": [graph.index, graph.num_stages, graph.first_layer, graph.num_layers, graph.work_bytes_per_row],
         "inputs": graph.inputs,
         "outputs": graph.outputs,
         "receives": [_encode_wire(value) for value in graph.receives],
@@ -114,7 +114,7 @@ def decode_stage(data: bytes) -> tuple[StageGraph, ModelFacts]:
         root.register_buffer(
             name, known if known is not None else torch.empty(shape, dtype=_constant(dtype), device="meta")
         )
-    index, num_stages, first_layer, num_layers = document["stage"]
+    index, num_stages, first_layer, num_layers, work_bytes_per_row = document["stage"]
     graph = StageGraph(
         index=index,
         num_stages=num_stages,
@@ -127,6 +127,7 @@ def decode_stage(data: bytes) -> tuple[StageGraph, ModelFacts]:
         sends=tuple(_decode_wire(value) for value in document["sends"]),
         tensors=document["tensors"],
         attention=tuple(AttentionSpec(**spec) for spec in document["attention"]),
+        work_bytes_per_row=work_bytes_per_row,
     )
     facts = document["facts"]
     prefix = "buffer:"

@@ -10,16 +10,15 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NoReturn
 
-import psutil
 import torch
 from tqdm import tqdm
 
-from ts_pippy_handler import model_config, partition, tracer, tracing
+from ts_pippy_handler import device_memory, model_config, partition, tracer, tracing
 from ts_pippy_handler.config import PippyConfig, ServingConfig, written_layers
 from ts_pippy_handler.errors import CheckpointError, ConfigError, LoadError, one_line
+from ts_pippy_handler.fit import DeviceMemory
 from ts_pippy_handler.generation_defaults import read_defaults
 from ts_pippy_handler.graph_data import ModelFacts, decode_stage
 from ts_pippy_handler.heartbeat import Pulse
@@ -34,9 +33,6 @@ logger = logging.getLogger(__name__)
 
 _CACHE_SHARE = 0.25
 """Part of a rank's free memory that the cache may take when no size is configured."""
-
-_CGROUP = Path("/sys/fs/cgroup")
-"""Where Linux tells a container's limit of memory, which the host's figure does not show."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,16 +61,18 @@ def load(group: Group, config: ServingConfig, *, show_progress: bool = False) ->
         LoadError: On every rank, with the reason of each rank that failed.
     """
     started = time.monotonic()
-    stage, facts, error = None, None, None
+    stage, facts, memory, error = None, None, None, None
     stages: list[bytes] = []
     try:
-        stage, facts, stages = _load_stage(group, config, show_progress=show_progress)
+        memory = device_memory.agree(group, config.pippy)
+        stage, facts, stages = _load_stage(group, config, memory, show_progress=show_progress)
     except Exception as caught:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         error = caught
     group.outcome("loaded", error)
     assert stage is not None
     assert facts is not None
-    num_slots = _agree_on_slots(group, config.pippy, stage, facts)
+    budget = None if memory is None else memory.budgets[group.place.rank]
+    num_slots = _agree_on_slots(group, config.pippy, stage, facts, budget)
     _allocate_cache(group, stage, num_slots)
     if config.pippy.compile:
         _compile(group, stage)
@@ -112,6 +110,7 @@ def rejoin(loaded: LoadedRank, group: Group, config: ServingConfig) -> LoadedRan
     Raises:
         LoadError: If another rank fails to load.
     """
+    device_memory.agree(group, config.pippy)  # the others ask for this rank's; how the model is cut stays
     group.hand_out("stage", loaded.stages)
     group.outcome("loaded", None)
     smallest = min(group.wait_for_all("slots", loaded.num_slots))
@@ -149,20 +148,7 @@ def read_model_config(config: ServingConfig) -> Any:
     return model_config.read_config(handler.model_path, trust_remote_code=handler.trust_remote_code)
 
 
-def layers_per_stage(traced: tracing.TracedModel, pippy: PippyConfig, num_stages: int) -> list[int]:
-    """Return how many layers each stage gets under ``pippy.split``.
-
-    Raises:
-        ConfigError: If the split does not fit the model or the number of stages.
-    """
-    if isinstance(pippy.split, list):
-        return partition.check_split(pippy.split, num_stages, traced.num_layers)
-    units = traced.units
-    costs = [unit.time_cost if pippy.split == "time" else unit.weight_bytes for unit in units]
-    return partition.balance(costs, num_stages)
-
-
-def _receive_stage(group: Group, config: ServingConfig) -> tuple[list[bytes], bytes]:
+def _receive_stage(group: Group, config: ServingConfig, memory: DeviceMemory | None) -> tuple[list[bytes], bytes]:
     """Return this rank's stage; rank 0 has the model traced and hands the stages out.
 
     Returns:
@@ -177,7 +163,7 @@ def _receive_stage(group: Group, config: ServingConfig) -> tuple[list[bytes], by
             raise LoadError("rank 0 could not trace the model")
         return [], own
     try:
-        stages = tracer.trace_stages(config, group.place.world_size)
+        stages = tracer.trace_stages(config, group.place.world_size, memory)
     except BaseException:  # whatever it is, the other ranks must not wait
         group.hand_out("stage", [b""] * group.place.world_size)
         raise
@@ -185,10 +171,12 @@ def _receive_stage(group: Group, config: ServingConfig) -> tuple[list[bytes], by
     return stages, stages[0]
 
 
-def _load_stage(group: Group, config: ServingConfig, *, show_progress: bool) -> tuple[Stage, ModelFacts, list[bytes]]:
+def _load_stage(
+    group: Group, config: ServingConfig, memory: DeviceMemory | None, *, show_progress: bool
+) -> tuple[Stage, ModelFacts, list[bytes]]:
     place = group.place
     set_threads(place, config.pippy.threads_per_rank)
-    stages, own = _receive_stage(group, config)
+    stages, own = _receive_stage(group, config, memory)
     checkpoint = Checkpoint(config.handler.model_path, config.handler.index_filename)
     graph, facts = decode_stage(own)
     if facts.unread:
@@ -225,13 +213,22 @@ def _advance(bar: tqdm[NoReturn], num_bytes: int) -> None:
     bar.update(num_bytes)
 
 
-def _agree_on_slots(group: Group, pippy: PippyConfig, stage: Stage, facts: ModelFacts) -> int:
-    """Return the cache size that every rank can hold, in tokens, a multiple of the block size."""
+def _agree_on_slots(
+    group: Group, pippy: PippyConfig, stage: Stage, facts: ModelFacts, budget: int | None = None
+) -> int:
+    """Return the cache size that every rank can hold, in tokens, a multiple of the block size.
+
+    ``budget`` is what the stage may take of its device in all; without one the cache takes a share of what is free now.
+    """
     if pippy.kv_cache_tokens is not None:
         own = pippy.kv_cache_tokens
     else:
-        share = _free_bytes(stage.device) * _CACHE_SHARE / (group.place.local_world_size if _is_cpu(stage) else 1)
-        own = int(share / max(stage.kv_bytes_per_token, 1))
+        if budget is None:
+            share = int(device_memory.free_share(group.place) * _CACHE_SHARE)
+        else:
+            batch_tokens = pippy.batch_tokens(on_cpu=stage.device.type == "cpu")
+            share = budget - stage.resident_bytes - stage.graph.work_bytes_per_row * batch_tokens
+        own = max(share, 0) // max(stage.kv_bytes_per_token, 1)
         if facts.max_positions:
             own = min(own, facts.max_positions * pippy.max_running_requests)
     smallest = min(group.wait_for_all("slots", own))
@@ -266,40 +263,18 @@ def _compile(group: Group, stage: Stage) -> None:
     group.outcome("compiled", error)
 
 
-def _is_cpu(stage: Stage) -> bool:
-    return stage.device.type == "cpu"
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    free = int(psutil.virtual_memory().available)
-    limit, used = _CGROUP / "memory.max", _CGROUP / "memory.current"
-    if limit.is_file() and used.is_file() and limit.read_text().strip().isdigit():
-        free = min(free, int(limit.read_text()) - int(used.read_text()) + _reclaimable_bytes())
-    return max(free, 0)
-
-
-def _reclaimable_bytes() -> int:
-    """Return how much of a container's used memory holds pages of files, such as the weights just read."""
-    try:
-        fields = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return 0
-    return int(fields.get("active_file", 0)) + int(fields.get("inactive_file", 0))
-
-
 def check_early(config: ServingConfig, num_stages: int) -> None:
     """Check at once, before any rank is started, what needs neither a trace nor weights.
 
     Raises:
-        ConfigError: If the number of stages is impossible or contradicts an explicit split.
+        ConfigError: If the number of stages is impossible or contradicts an explicit split or declared memory.
         CheckpointError: If the checkpoint's config, index or weight files are missing or damaged, contradict
             each other, or generation_config.json asks for what is not supported.
     """
     split = config.pippy.split
     if isinstance(split, list) and len(split) != num_stages:
         raise ConfigError(f"pippy.split: {split} describes {len(split)} stages, but there are {num_stages}")
+    device_memory.check_declared(config.pippy, num_stages)
     path = config.handler.model_path
     model_config.check_written(path)
     layers = written_layers(path)

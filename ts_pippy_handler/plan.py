@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ts_pippy_handler import loading
+from ts_pippy_handler import device_memory, fit, loading
 from ts_pippy_handler.config import ServingConfig
 
 _BAR_WIDTH = 20
@@ -85,12 +85,13 @@ def make_plan(config: ServingConfig, num_stages: int) -> Plan:
         LoadError: If the model or the number of stages is not possible.
     """
     traced = loading.trace_checkpoint(config)
-    sizes = loading.layers_per_stage(traced, config.pippy, num_stages)
+    memory = device_memory.on_this_machine(config.pippy, num_stages)
+    sizes = fit.layers_per_stage(traced.costs, config.pippy, num_stages, memory)
     stages: list[StagePlan] = []
     first = 0
     for index, size in enumerate(sizes):
         layers = range(first, first + size)
-        cost = traced.cost(layers)
+        cost = traced.costs.cost(layers)
         stages.append(
             StagePlan(
                 stage=index,
@@ -100,7 +101,7 @@ def make_plan(config: ServingConfig, num_stages: int) -> Plan:
                 weight_bytes=cost.weight_bytes,
                 read_bytes_per_token=cost.read_bytes,
                 time_cost=cost.time_cost,
-                kv_bytes_per_token=cost.kv_values_per_token * traced.dtype.itemsize,
+                kv_bytes_per_token=cost.kv_bytes_per_token,
             )
         )
         first += size

@@ -88,6 +88,14 @@ def device_of(place: Place) -> torch.device:
     return torch.device("cuda", place.local_rank % count) if count else torch.device("cpu")
 
 
+def num_sharing(place: Place) -> int:
+    """Return how many ranks of this host compute on the device of ``place``, itself included."""
+    count = torch.cuda.device_count()
+    if not count:
+        return place.local_world_size
+    return len(range(place.local_rank % count, place.local_world_size, count))
+
+
 def set_threads(place: Place, threads_per_rank: int | None) -> int:
     """Set torch's compute threads from the configuration or from the cores this host's ranks share; return them."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from ts_pippy_handler import loading, tracer
+from ts_pippy_handler import device_memory, loading, tracer
 from ts_pippy_handler.config import ServingConfig
 from ts_pippy_handler.errors import ConfigError
 from ts_pippy_handler.graph_data import decode_stage
@@ -61,7 +61,7 @@ def shard(
         raise ConfigError(f"{output} exists already; name a directory that does not")
     loading.check_early(config, num_stages)
     source = Path(config.handler.model_path)
-    stages = tracer.trace_stages(config, num_stages)
+    stages = tracer.trace_stages(config, num_stages, device_memory.on_this_machine(config.pippy, num_stages))
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as scratch:
         partial = Path(scratch) / "checkpoint"

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from ts_pippy_handler.attention import AttentionSpec
+from ts_pippy_handler.costs import Unit
 from ts_pippy_handler.errors import UnsupportedModelError
 from ts_pippy_handler.tracing import SHAPE, TracedModel, attention_spec, is_attention
 
@@ -51,6 +52,8 @@ class StageGraph:
     """Name of each parameter and buffer in ``module``, and its name in the Hugging Face model."""
     attention: tuple[AttentionSpec, ...]
     """What each attention operator of ``module`` needs to run, in order."""
+    work_bytes_per_row: int
+    """Most memory of intermediate values at a time, for each row of a batch."""
 
 
 def attention_specs(graph: fx.GraphModule) -> dict[fx.Node, AttentionSpec]:
@@ -71,6 +74,9 @@ def split(traced: TracedModel, layers_per_stage: Sequence[int]) -> list[StageGra
     from pippy.IR import MultiUseParameterConfig
 
     firsts = [sum(layers_per_stage[:stage]) for stage in range(len(layers_per_stage))]
+    costs = [
+        traced.costs.cost(range(first, first + size)) for first, size in zip(firsts, layers_per_stage, strict=True)
+    ]
     starts = [traced.layer_starts[layer] for layer in firsts]
     graph = traced.graph.graph
     for start in reversed(starts[1:]):
@@ -84,7 +90,7 @@ def split(traced: TracedModel, layers_per_stage: Sequence[int]) -> list[StageGra
     traced.graph.recompile()
     with _recompiling_later():
         pipe = Pipe._from_traced(traced.graph, traced.graph, MultiUseParameterConfig.REPLICATE)
-    return _stage_graphs(pipe, firsts, layers_per_stage)
+    return _stage_graphs(pipe, firsts, layers_per_stage, costs)
 
 
 @contextlib.contextmanager
@@ -153,7 +159,7 @@ def _first_copied(start: fx.Node) -> fx.Node:
     return node
 
 
-def _stage_graphs(pipe: Any, firsts: Sequence[int], layers: Sequence[int]) -> list[StageGraph]:
+def _stage_graphs(pipe: Any, firsts: Sequence[int], layers: Sequence[int], costs: Sequence[Unit]) -> list[StageGraph]:
     calls = [node for node in pipe.split_gm.graph.nodes if node.op == "call_module"]
     if len(calls) != len(layers):
         raise UnsupportedModelError(f"torchpippy made {len(calls)} stages where {len(layers)} were asked for")
@@ -183,6 +189,7 @@ def _stage_graphs(pipe: Any, firsts: Sequence[int], layers: Sequence[int]) -> li
             receives=sends[index - 1] if index else (),
             sends=sends[index],
             attention=tuple(attention_specs(pipe.split_gm.get_submodule(call.target)).values()),
+            work_bytes_per_row=costs[index].work_bytes_per_row,
             tensors={
                 key: name.removeprefix("model.") for key, name in pipe.submod_qualname_mappings[call.target].items()
             },

@@ -66,6 +66,9 @@ class Stage:
         self._attentions = _install_attention(graph, self._plan)
         _move_to_device(graph.module, device)
         packed = use_packed_linears(graph.module, traced.dtype, device) if pack_weights else {}
+        doubled = [key for key, packing in packed.items() if not packing.is_only_packed]
+        self.resident_bytes = self.num_bytes + sum(graph.module.get_parameter(key).nbytes for key in doubled)
+        """The same with what exists twice, plain and packed: a tied embedding."""
         _load_tensors(graph, traced, checkpoint, device, packed, progress)
         graph.module.recompile()
         self._forward: Callable[..., Any] = graph.module

@@ -38,7 +38,7 @@ class TraceCache:
     Args:
         config: The checked configuration. With ``pippy.trace_cache`` off, or with remote code, which may be anything,
             nothing is kept.
-        num_stages: Number of stages.
+        num_stages: Number of stages; 0 for what is kept of the whole model, the costs of its layers.
         tensor_names: Names in the checkpoint; which tensors become a parameter follows from them.
         same_memory: Those that are another one's memory; which weights are tied follows from them.
     """
@@ -90,7 +90,7 @@ def _name(config: ServingConfig, num_stages: int, tensor_names: Sequence[str], s
     parts = {
         "config": written_config(config.handler.model_path),
         "dtype": config.handler.torch_dtype_name,
-        "split": config.pippy.split,
+        "split": config.pippy.split if num_stages else None,
         "num_stages": num_stages,
         "tensors": sorted(tensor_names),
         "same_memory": sorted(same_memory.items()),

@@ -9,9 +9,7 @@ Source: ``torch.export``.
 
 from __future__ import annotations
 
-import enum
 import warnings
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -22,7 +20,9 @@ from ts_pippy_handler import conversion, experts, model_config, own_attention
 from ts_pippy_handler.attention import ATTENTION_NAME, AttentionSpec, register_attention
 from ts_pippy_handler.config import DTYPES
 from ts_pippy_handler.conversion import Conversions
+from ts_pippy_handler.costs import LayerCosts, Use
 from ts_pippy_handler.errors import CheckpointError, UnsupportedModelError, one_line
+from ts_pippy_handler.liveness import live_bytes
 from ts_pippy_handler.weights import Checkpoint
 
 INPUT_NAMES = ("input_ids", "position_ids", "logit_rows")
@@ -46,39 +46,6 @@ class _Packed(torch.nn.Module):
         output = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=logit_rows)
         logits: torch.Tensor = output.logits[0]
         return logits
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unit:
-    """The smallest piece a split can move: one layer (the first with the embedding, the last with the head)."""
-
-    weight_bytes: int
-    """Memory of its parameters."""
-    read_bytes: int
-    """Bytes of parameters read to compute one token; an embedding row is next to nothing."""
-    head_bytes: int
-    """Those of ``read_bytes`` that are read only where logits are wanted: the head's."""
-    num_parameters: int
-    kv_values_per_token: int
-
-    @property
-    def time_cost(self) -> int:
-        """What a stage's time per token is proportional to, where logits are wanted of every other token.
-
-        Prompt tokens need none but for the last. Counting the head in full would leave its stage idle while prompts
-        are computed, and counting it not at all while answers are.
-        """
-        return self.read_bytes - self.head_bytes // 2
-
-
-class _Use(enum.IntEnum):
-    """How a parameter is read, the costliest last."""
-
-    LOOKUP = 0
-    """By row, as an embedding."""
-    LOGIT_ROWS = 1
-    """Whole, for the rows whose logits are wanted."""
-    EVERY_ROW = 2
 
 
 class TracedModel:
@@ -193,45 +160,31 @@ class TracedModel:
         return layers
 
     @cached_property
-    def units(self) -> list[Unit]:
-        """Cost of each layer, the embedding counted with the first and the head with the last."""
-        return [self.cost(range(layer, layer + 1)) for layer in range(self.num_layers)]
-
-    def cost(self, layers: range) -> Unit:
-        """Return the cost of consecutive layers on one stage; a weight they share is counted once."""
-        names: dict[str, _Use] = {}
-        for layer in layers:
-            for name, use in self._usage[0][layer].items():
-                names[name] = max(names.get(name, use), use)
-        return self._unit(names, sum(self._usage[1][layer] for layer in layers))
-
-    @cached_property
-    def _usage(self) -> tuple[list[dict[str, _Use]], list[int]]:
-        """Parameters of each layer with how they are used, and numbers cached per token."""
+    def costs(self) -> LayerCosts:
+        """What each layer costs, the embedding counted with the first and the head with the last."""
         layers = self.layer_of()
         of_logits = _following(self.graph, "logit_rows")
-        used: list[dict[str, _Use]] = [{} for _ in range(self.num_layers)]
+        uses: list[dict[str, int]] = [{} for _ in range(self.num_layers)]
         kv = [0] * self.num_layers
         for node in self.graph.graph.nodes:
             if is_attention(node):
                 kv[layers[node]] += attention_spec(node).values_per_token
             for source in node.all_input_nodes:
                 if source.op == "get_attr" and source.target.removeprefix("model.") in self.parameters:
-                    use = _Use.LOOKUP if node.target is torch.ops.aten.embedding.default else _Use.EVERY_ROW
-                    use = _Use.LOGIT_ROWS if node in of_logits else use
+                    use = Use.LOOKUP if node.target is torch.ops.aten.embedding.default else Use.EVERY_ROW
+                    use = Use.LOGIT_ROWS if node in of_logits else use
                     name = source.target.removeprefix("model.")
-                    used[layers[node]][name] = max(used[layers[node]].get(name, use), use)
-        return used, kv
-
-    def _unit(self, names: dict[str, _Use], kv_values: int) -> Unit:
-        sizes = {name: self.parameters[name].numel() for name in names}
-        width = self.dtype.itemsize
-        return Unit(
-            weight_bytes=sum(sizes.values()) * width,
-            read_bytes=sum(size for name, size in sizes.items() if names[name] is not _Use.LOOKUP) * width,
-            head_bytes=sum(size for name, size in sizes.items() if names[name] is _Use.LOGIT_ROWS) * width,
-            num_parameters=sum(sizes.values()),
-            kv_values_per_token=kv_values,
+                    uses[layers[node]][name] = uses[layers[node]].get(name, 0) | use
+        work = [0] * self.num_layers
+        for node, num_bytes in live_bytes(self.graph.graph).items():
+            work[layers[node]] = max(work[layers[node]], num_bytes)
+        return LayerCosts(
+            uses=uses,
+            num_values={name: self.parameters[name].numel() for layer in uses for name in layer},
+            value_bytes=self.dtype.itemsize,
+            kv_values_per_token=kv,
+            work_bytes_per_row=work,
+            max_positions=self.max_positions,
         )
 
 

@@ -27,6 +27,7 @@ GOOD_PIPPY: dict[str, list[Any]] = {
     "rpc_timeout": [0.5, 1800],
     "num_worker_threads": [1, 1024],
     "split": ["time", "memory", [1], [10, 20]],
+    "device_memory": ["measured", 1, [3, 10**12], {0: 8, 1: 5}, {1: 5}, None],
     "block_size": [1, 1024],
     "kv_cache_tokens": [1, 10**9, None],
     "max_batch_tokens": [1, 8192, None],
@@ -78,6 +79,12 @@ BAD_PIPPY: list[tuple[str, Any, str]] = [
     ("split", [], r"pippy.split: must be 'time', 'memory' or a list of the number of layers of each stage, got \[\]"),
     ("split", [3, 0], r"pippy.split: must be 'time', 'memory' or a list .*got \[3, 0\]"),
     ("split", [2.5, 1], r"pippy.split: must be .*got"),
+    ("device_memory", "much", "pippy.device_memory: must be 'measured', a size such as 24GiB, a list .*got 'much'"),
+    ("device_memory", 0, "pippy.device_memory: must be .*got 0"),
+    ("device_memory", True, "pippy.device_memory: must be .*got True"),
+    ("device_memory", ["24GiB", -1], "pippy.device_memory: must be .*got"),
+    ("device_memory", [], r"pippy.device_memory: .*got \[\]"),
+    ("device_memory", {-1: 5}, r"pippy.device_memory: .*got \{-1: 5\}"),
     ("block_size", 0, "pippy.block_size: must be a whole number, at least 1 and at most 1024, got 0"),
     ("block_size", 1025, "pippy.block_size: .* at most 1024, got 1025"),
     ("kv_cache_tokens", 0, "pippy.kv_cache_tokens: must be a whole number, at least 1, got 0"),
@@ -290,3 +297,11 @@ def test_a_checked_configuration_passes_again(model_dir: Path) -> None:
 def test_parse_without_a_prefix() -> None:
     with pytest.raises(ConfigError, match=r"^chunks: must be a whole number"):
         parse(PippyConfig, {"chunks": "x"})
+
+
+@pytest.mark.parametrize(
+    ("given", "understood"),
+    [("24GiB", 24 << 30), (["16 GB", "512MiB"], [16 * 10**9, 512 << 20]), ({"1": "8GiB"}, {1: 8 << 30})],
+)
+def test_sizes_of_memory(model_dir: Path, given: Any, understood: Any) -> None:
+    assert check(model_dir, pippy={"device_memory": given}).pippy.device_memory == understood

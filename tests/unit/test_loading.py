@@ -6,18 +6,16 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from tests.models import WINDOW, Checkpoints, copy_checkpoint
-from ts_pippy_handler import loading
-from ts_pippy_handler.config import PippyConfig, ServingConfig, load_config
+from ts_pippy_handler import device_memory, loading
+from ts_pippy_handler.config import ServingConfig, load_config
 from ts_pippy_handler.errors import CheckpointError, ConfigError, LoadError
 from ts_pippy_handler.ranks import Group, Place
-from ts_pippy_handler.tracing import Unit
 
 ALONE = Place(rank=0, local_rank=0, world_size=1, local_world_size=1)
 
@@ -30,24 +28,6 @@ def config(directory: Path, dtype: str | None = None, **pippy: Any) -> ServingCo
 @pytest.fixture
 def gpt2(checkpoints: Checkpoints) -> Path:
     return checkpoints("gpt2", layers=4)
-
-
-def unit(*, weight_bytes: int, read_bytes: int) -> Unit:
-    return Unit(weight_bytes=weight_bytes, read_bytes=read_bytes, head_bytes=0, num_parameters=1, kv_values_per_token=1)
-
-
-def test_layers_per_stage() -> None:
-    # A large embedding first, of which a token reads next to nothing; a large head last, which it reads whole.
-    units = [unit(weight_bytes=90, read_bytes=10), *[unit(weight_bytes=10, read_bytes=10)] * 8]
-    units.append(unit(weight_bytes=20, read_bytes=60))
-    model = SimpleNamespace(units=units, num_layers=10)
-    assert loading.layers_per_stage(model, PippyConfig(split="memory"), 2) == [1, 9]
-    assert loading.layers_per_stage(model, PippyConfig(split="time"), 2) == [7, 3]
-    assert loading.layers_per_stage(model, PippyConfig(split=[4, 6]), 2) == [4, 6]
-    with pytest.raises(ConfigError, match=r"^pippy.split: \[1, 2\] adds up to 3 layers, but the model has 10; every"):
-        loading.layers_per_stage(model, PippyConfig(split=[1, 2]), 2)
-    with pytest.raises(ConfigError, match=r"^number of stages: got 11, allowed are 1 to 10, the model's layers$"):
-        loading.layers_per_stage(model, PippyConfig(), 11)
 
 
 def test_one_rank_loads_everything(gpt2: Path) -> None:
@@ -67,7 +47,7 @@ def test_the_dtype_is_the_checkpoints_unless_configured(gpt2: Path, dtype: str |
 
 
 def test_the_default_cache_holds_no_more_than_full_windows(gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "_free_bytes", lambda device: 10**12)
+    monkeypatch.setattr(device_memory, "free_bytes", lambda device: 10**12)
     loaded = loading.load(Group(ALONE), config(gpt2, max_running_requests=2))
     assert loaded.num_slots == 2 * WINDOW
     assert loaded.max_len == WINDOW
@@ -75,7 +55,7 @@ def test_the_default_cache_holds_no_more_than_full_windows(gpt2: Path, monkeypat
 
 def test_the_default_cache_takes_a_share_of_the_free_memory(gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     per_token = 4 * 2 * 64 * 4
-    monkeypatch.setattr(loading, "_free_bytes", lambda device: per_token * 4 * 50)
+    monkeypatch.setattr(device_memory, "free_bytes", lambda device: per_token * 4 * 50)
     assert loading.load(Group(ALONE), config(gpt2)).num_slots == 48
 
 
@@ -91,6 +71,23 @@ def test_a_cache_smaller_than_a_block(gpt2: Path) -> None:
 def test_a_cache_of_an_absurd_size(gpt2: Path) -> None:
     with pytest.raises(LoadError, match=r"a key/value cache of \d+ tokens needs .* GB on cpu, which cannot be had"):
         loading.load(Group(ALONE), config(gpt2, kv_cache_tokens=10**19))
+
+
+def test_with_declared_memory_the_cache_takes_the_rest(gpt2: Path) -> None:
+    free = loading.load(Group(ALONE), config(gpt2, kv_cache_tokens=16))
+    per_token = 4 * 2 * 64 * 4
+    fixed = free.stage.resident_bytes + free.stage.graph.work_bytes_per_row * 512
+    assert free.stage.resident_bytes == free.stage.num_bytes + 263 * 64 * 4, "the tied embedding, plain and packed"
+    loaded = loading.load(Group(ALONE), config(gpt2, max_batch_tokens=512, device_memory=[fixed + 700 * per_token]))
+    assert loaded.num_slots == 688, "700 in whole blocks"
+    with pytest.raises(LoadError, match=r"^rank 0: pippy\.device_memory: the model fits no split over 1 stages; the"):
+        loading.load(Group(ALONE), config(gpt2, max_batch_tokens=512, device_memory=[fixed + 511 * per_token]))
+    kept = config(
+        gpt2, max_batch_tokens=512, device_memory=[fixed + 900 * per_token]
+    )  # the layers' costs and the trace are found again
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading.tracer.subprocess, "run", None)
+        assert loading.load(Group(ALONE), kept).num_slots == 896
 
 
 class Peers(Group):
@@ -123,19 +120,6 @@ def test_new_ranks_with_a_smaller_cache_are_not_used(gpt2: Path) -> None:
     loaded = loading.load(Group(ALONE), config(gpt2, kv_cache_tokens=64))
     with pytest.raises(LoadError, match="a rank holds 48 tokens in its cache now, not 64 as before"):
         loading.rejoin(loaded, Peers(48), config(gpt2))
-
-
-def test_pages_of_files_are_no_memory_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, content in {
-        "memory.max": "1000000",
-        "memory.current": "990000",
-        "memory.stat": "anon 90000\nfile 900000\nactive_file 300000\ninactive_file 500000\n",
-    }.items():
-        (tmp_path / name).write_text(content)
-    monkeypatch.setattr(loading, "_CGROUP", tmp_path)
-    assert loading._free_bytes(torch.device("cpu")) == 10_000 + 800_000
-    (tmp_path / "memory.stat").unlink()
-    assert loading._free_bytes(torch.device("cpu")) == 10_000
 
 
 def test_a_failed_load_names_rank_and_reason(gpt2: Path, tmp_path: Path) -> None:

@@ -45,6 +45,10 @@ def test_equal_layers_give_equal_stages() -> None:
     assert balance([3] * 12, 4) == [3, 3, 3, 3]
 
 
+def test_stages_beside_a_heavy_one_are_alike() -> None:
+    assert balance([1] * 8 + [50], 5) == [2, 2, 2, 2, 1]
+
+
 def test_a_heavy_last_layer_gets_company_last() -> None:
     assert balance([1, 1, 1, 1, 1, 1, 6], 2) == [6, 1]
 

@@ -139,7 +139,7 @@ def test_bytes_and_progress(checkpoints: Checkpoints) -> None:
     read: list[int] = []
     graphs = splitting.split(model, [1, 3])
     stage = Stage(graphs[1], model, Checkpoint(str(directory)), CPU, progress=read.append)
-    assert sum(read) == stage.num_bytes == model.cost(range(1, 4)).weight_bytes
+    assert sum(read) == stage.num_bytes == model.costs.cost(range(1, 4)).weight_bytes
     assert stage.kv_bytes_per_token == 3 * 2 * 2 * 16 * 4
     assert stage.is_last
 

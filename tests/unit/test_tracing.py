@@ -76,32 +76,32 @@ def test_costs_add_up_to_the_model(checkpoints: Checkpoints) -> None:
     directory = checkpoints("llama", layers=4)
     model = traced(directory)
     total = sum(parameter.numel() for parameter in eager(str(directory)).parameters())
-    assert sum(unit.num_parameters for unit in model.units) == total
-    assert sum(unit.weight_bytes for unit in model.units) == total * 4
+    assert sum(unit.num_parameters for unit in model.costs.units) == total
+    assert sum(unit.weight_bytes for unit in model.costs.units) == total * 4
     embedding = VOCAB * 64
-    assert sum(unit.read_bytes for unit in model.units) == (total - embedding) * 4, "a lookup reads one row only"
-    assert model.units[1] == model.units[2]
-    assert model.units[0].read_bytes == model.units[1].read_bytes
-    assert model.units[3].read_bytes == model.units[1].read_bytes + (embedding + 64) * 4
-    assert [unit.head_bytes for unit in model.units] == [0, 0, 0, embedding * 4]
-    assert model.units[3].time_cost == model.units[3].read_bytes - embedding * 4 // 2
-    assert {unit.kv_values_per_token for unit in model.units} == {2 * 2 * 16}
-    assert model.cost(range(4)).num_parameters == total
+    assert sum(unit.read_bytes for unit in model.costs.units) == (total - embedding) * 4, "a lookup reads one row only"
+    assert model.costs.units[1] == model.costs.units[2]
+    assert model.costs.units[0].read_bytes == model.costs.units[1].read_bytes
+    assert model.costs.units[3].read_bytes == model.costs.units[1].read_bytes + (embedding + 64) * 4
+    assert [unit.head_bytes for unit in model.costs.units] == [0, 0, 0, embedding * 4]
+    assert model.costs.units[3].time_cost == model.costs.units[3].read_bytes - embedding * 4 // 2
+    assert {unit.kv_bytes_per_token for unit in model.costs.units} == {2 * 2 * 16 * 4}
+    assert model.costs.cost(range(4)).num_parameters == total
 
 
 def test_a_tied_matrix_costs_each_stage_that_has_it_once(checkpoints: Checkpoints) -> None:
     model = traced(checkpoints("gpt2", layers=4))
     matrix = VOCAB * 64 * 4
-    assert model.cost(range(4)).head_bytes == matrix, "looked up by row and read as the head: the head counts"
-    parts = [model.cost(range(2)), model.cost(range(2, 4))]
-    assert sum(part.weight_bytes for part in parts) == model.cost(range(4)).weight_bytes + matrix
+    assert model.costs.cost(range(4)).head_bytes == matrix, "looked up by row and read as the head: the head counts"
+    parts = [model.costs.cost(range(2)), model.costs.cost(range(2, 4))]
+    assert sum(part.weight_bytes for part in parts) == model.costs.cost(range(4)).weight_bytes + matrix
     assert model.aliases["lm_head.weight"] == model.aliases["transformer.wte.weight"]
     assert set(model.aliases["lm_head.weight"]) == {"lm_head.weight", "transformer.wte.weight"}
 
 
 def test_other_dtypes_halve_the_weights(checkpoints: Checkpoints) -> None:
     directory = checkpoints("gpt2", layers=4)
-    half, full = (traced(directory, dtype).cost(range(4)) for dtype in (torch.bfloat16, torch.float32))
+    half, full = (traced(directory, dtype).costs.cost(range(4)) for dtype in (torch.bfloat16, torch.float32))
     assert half.weight_bytes * 2 == full.weight_bytes
     assert half.num_parameters == full.num_parameters
 
