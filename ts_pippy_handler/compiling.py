@@ -1,9 +1,9 @@
 """Compile a stage with ``torch.compile`` (``pippy.compile``): fewer and fused kernels, for a slow first start.
 
 Attention over the cache and packed linear layers stay as they are: each becomes one opaque operator that finds its
-module or weight by number, because a compiler can see neither the cache nor oneDNN's layout. Compiled once for one row
-and once for any number of rows, while the stage loads; what would need compiling later runs uncompiled instead, so no
-request ever waits for a compiler. Compiled code is kept on disk by torch. Knows one stage; nothing of ranks.
+module or weight by number, because a compiler can see neither the cache nor the packed layout. Compiled once for one
+row and once for any number of rows, while the stage loads; what would need compiling later runs uncompiled instead, so
+no request ever waits for a compiler. Compiled code is kept on disk by torch. Knows one stage; nothing of ranks.
 
 Source: ``torch.compile``; its cache is ``TORCHINDUCTOR_CACHE_DIR``.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 _numbers = itertools.count()
 _attentions: dict[int, CachedAttention] = {}
-_packed_weights: dict[int, torch.Tensor] = {}
+_packed_linears: dict[int, Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]] = {}
 
 
 @torch.library.custom_op("ts_pippy::cached_attention", mutates_args=())
@@ -60,9 +60,8 @@ def _(
 
 @torch.library.custom_op("ts_pippy::packed_linear", mutates_args=())
 def _packed_linear(rows: torch.Tensor, bias: torch.Tensor | None, number: int, num_outputs: int) -> torch.Tensor:
-    """Multiply rows with the packed weight of this number."""
-    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, _packed_weights[number], bias, "none", [], "")
-    return product
+    """Run the packed linear layer of this number."""
+    return _packed_linears[number](rows, bias)
 
 
 @_packed_linear.register_fake
@@ -117,9 +116,10 @@ def _hide(module: fx.GraphModule, attentions: dict[str, CachedAttention]) -> Non
             operator = torch.ops.ts_pippy.cached_attention.default
         elif is_packed_linear(node):
             number = next(_numbers)
-            rows, weight, bias = node.args[:3]
-            _packed_weights[number] = getattr(module, weight.target)
-            arguments = (rows, bias, number, _packed_weights[number].shape[0])
+            rows, parts, sizes, bias = node.args
+            weights = [getattr(module, part.target) for part in parts]
+            _packed_linears[number] = _with_weights(node.target, weights, sizes)
+            arguments = (rows, bias, number, sum(sizes))
             operator = torch.ops.ts_pippy.packed_linear.default
         else:
             continue
@@ -129,3 +129,9 @@ def _hide(module: fx.GraphModule, attentions: dict[str, CachedAttention]) -> Non
         graph.erase_node(node)
     graph.eliminate_dead_code()
     module.recompile()
+
+
+def _with_weights(
+    linear: Callable[..., torch.Tensor], parts: Sequence[torch.Tensor], num_outputs: Sequence[int]
+) -> Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]:
+    return lambda rows, bias: linear(rows, parts, num_outputs, bias)

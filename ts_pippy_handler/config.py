@@ -118,8 +118,11 @@ class PippyConfig(BaseModel):
     threads_per_rank: Int | None = Field(None, ge=1)
     """Compute threads of each rank; by default the cores of this host divided among its ranks."""
     pack_weights: bool = True
-    """Whether linear layers on a CPU keep their weights in oneDNN's layout: about twice as fast, equal up to
-    rounding. False computes with the kernels of plain torch."""
+    """Whether linear layers on a CPU keep their weights in the layout of faster kernels: about twice as fast, equal up
+    to rounding. False computes with the kernels of plain torch."""
+    native_linear: bool = True
+    """Whether those kernels may be our own, compiled with the machine's C compiler while loading (under a second): in
+    float32 on processors with AVX2 and no AVX-512, where they are faster. False, or no compiler: oneDNN's."""
     native_attention: bool = True
     """Whether attention of decode rows on a CPU is compiled with the machine's C compiler while loading (under a
     second), in float32 and where that is faster; equal up to rounding. False, or no compiler: torch's kernels."""

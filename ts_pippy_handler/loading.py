@@ -204,6 +204,7 @@ def _load_stage(
             device_of(place),
             pack_weights=config.pippy.pack_weights,
             native_attention=config.pippy.native_attention,
+            native_linear=config.pippy.native_linear,
             progress=lambda num_bytes: _advance(bar, num_bytes),
         )
     return stage, facts, stages

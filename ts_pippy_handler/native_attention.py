@@ -5,8 +5,7 @@ of 290 cached tokens, it takes 86 µs for SmolLM2's 9 heads of 64 over 3 key/val
 a batch in one call and without gathering what lies in pieces. With 1, 2 and 3 heads in a group this was 1.4 to 2.4
 times as fast, with 4 and more it was not faster, so those stay with torch.
 
-Needs the C compiler of the machine (``CC``, else ``cc``), takes well under a second, and keeps nothing on disk; without
-one everything works with torch's kernels. No torch extension, because compiling against torch's headers takes a minute.
+Needs the C compiler of the machine (``CC``, else ``cc``); without one everything works with torch's kernels.
 Knows nothing of batches: what to attend to comes as :class:`DecodeRows`.
 """
 
@@ -14,28 +13,14 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import logging
-import shutil
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache
-from importlib import resources
-from pathlib import Path
 
 import torch
 
-from ts_pippy_handler import process
-from ts_pippy_handler.errors import one_line
-
-logger = logging.getLogger(__name__)
+from ts_pippy_handler.native_code import compile_function
 
 _MAX_GROUP = 3
-_COMPILE_TIMEOUT_S = 60.0
-# Fast mathematics lets sums be vectorised. What it assumes besides, that there is no NaN or infinity, only the search
-# for the largest score makes use of; both still reach the result.
-_OPTIONS = "-std=gnu11 -O3 -march=native -ffast-math -fPIC"
 
 
 class DecodeRows:
@@ -108,7 +93,7 @@ def find_native_attention(
     It runs with as many threads as torch has in this process now.
     """
     group = num_heads // num_kv_heads
-    if device.type != "cpu" or dtype is not torch.float32 or group > _MAX_GROUP or sys.platform != "linux":
+    if device.type != "cpu" or dtype is not torch.float32 or group > _MAX_GROUP:
         return None
     attend = _compiled(key_dim, value_dim, group)
     return None if attend is None else NativeAttention(attend, torch.get_num_threads())
@@ -116,47 +101,13 @@ def find_native_attention(
 
 @cache
 def _compiled(key_dim: int, value_dim: int, group: int) -> Callable[..., int] | None:
-    try:
-        return _compile(key_dim, value_dim, group)
-    except (OSError, ValueError, AttributeError) as error:  # no program, no command line, nothing of ours in the result
-        logger.warning("attention uses torch's slower kernels, since ours cannot be compiled: %s", one_line(error))
+    shape = {"KEY_DIM": key_dim, "VALUE_DIM": value_dim, "GROUP": group}
+    attend = compile_function("decode_attention.c", "attend", shape, purpose="attention")
+    if attend is None:
         return None
-
-
-def _compile(key_dim: int, value_dim: int, group: int) -> Callable[..., int] | None:
-    compiler = process.c_compiler()
-    if shutil.which(compiler[0]) is None:
-        logger.info("no C compiler (%s) here: attention uses torch's kernels, which decode more slowly", compiler[0])
-        return None
-    shape = [f"-DKEY_DIM={key_dim}", f"-DVALUE_DIM={value_dim}", f"-DGROUP={group}"]
-    with (
-        resources.as_file(resources.files("ts_pippy_handler") / "decode_attention.c") as source,
-        tempfile.TemporaryDirectory(prefix="ts_pippy_") as folder,
-    ):
-        compiled, linked = Path(folder) / "attention.o", Path(folder) / "attention.so"
-        _run([*compiler, *_OPTIONS.split(), "-fopenmp", *shape, "-c", str(source), "-o", str(compiled)])
-        # Without -fopenmp: the threads are those of the OpenMP library that torch has brought along.
-        _run([*compiler, "-shared", str(compiled), "-o", str(linked), "-lm"])
-        attend = ctypes.CDLL(str(linked)).attend
     integer, pointer = ctypes.c_int64, ctypes.c_void_p
     attend.argtypes = [
         *(pointer, integer, integer, pointer, pointer, integer, integer),
         *(pointer, pointer, integer, pointer, integer, ctypes.c_float, ctypes.c_int, pointer),
     ]
     return attend
-
-
-def _run(command: Sequence[str]) -> None:
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_COMPILE_TIMEOUT_S,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise OSError(f"{command[0]} did not end within {_COMPILE_TIMEOUT_S:g} s") from error
-    if done.returncode != 0:
-        raise OSError(f"{command[0]} failed: {done.stderr or done.stdout}")

@@ -1,22 +1,26 @@
-"""Linear layers on CPUs: weights laid out once for oneDNN's matrix kernels, instead of once per call.
+"""Linear layers on CPUs: weights laid out once for fast matrix kernels, instead of once per call.
 
-Measured on a 2-core AMD EPYC (AVX-512) with torch 2.13, the linear layers of half of SmolLM2-135M in float32 on one
-thread take 7.2, 9.8, 20 and 112 ms for 1, 8, 32 and 256 rows packed, and 12.7, 22, 45 and 260 ms through
+The kernels are our own where they are faster (``native_linear.py``), else oneDNN's. Measured on a 2-core AMD EPYC
+(AVX-512) with torch 2.13, the linear layers of half of SmolLM2-135M in float32 on one thread take 7.2, 9.8, 20 and
+112 ms for 1, 8, 32 and 256 rows packed for oneDNN, and 12.7, 22, 45 and 260 ms through
 ``torch.nn.functional.linear``. Results differ by rounding only; float32 stays float32.
 
-The operators are the ones torch's own compiler emits for CPUs (``torch/_inductor/fx_passes/mkldnn_fusion.py``); they
-are not public, so :func:`can_pack` tries them first and everything works without them.
+oneDNN's operators are the ones torch's own compiler emits for CPUs (``torch/_inductor/fx_passes/mkldnn_fusion.py``);
+they are not public, so :func:`find_kernels` tries all kernels first and everything works without them.
 """
 
 from __future__ import annotations
 
 import logging
 import mmap
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import fx
+
+from ts_pippy_handler import native_linear
 
 _PART_BYTES = 16 << 20
 
@@ -25,25 +29,64 @@ logger = logging.getLogger(__name__)
 _ROWS_HINT = 8  # the packed layout suits all batch sizes from 1 to 256 equally, unless it is made for a single row
 
 
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """How linear layers are packed and computed."""
+
+    pack: Callable[[torch.Tensor], torch.Tensor]
+    """Lays out a weight [out, in], or consecutive rows of it."""
+    linear: Callable[[torch.Tensor, Sequence[torch.Tensor], Sequence[int], torch.Tensor | None], torch.Tensor]
+    """Multiplies rows [..., in] with the packed parts of a weight, of so many outputs each, and adds the bias."""
+
+
+def _pack_for_onednn(weight: torch.Tensor) -> torch.Tensor:
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
+    return packed
+
+
+def _onednn_linear(
+    rows: torch.Tensor, parts: Sequence[torch.Tensor], _num_outputs: Sequence[int], bias: torch.Tensor | None
+) -> torch.Tensor:
+    operator = torch.ops.mkldnn._linear_pointwise
+    # The bias fits no single part, so it is added to the whole where there are several.
+    own_bias = bias if len(parts) == 1 else None
+    products: list[torch.Tensor] = [operator(rows, part, own_bias, "none", [], "") for part in parts]
+    whole = products[0] if len(products) == 1 else torch.cat(products, -1)
+    return whole if bias is None or own_bias is not None else whole + bias
+
+
+NATIVE = Kernels(pack=native_linear.pack, linear=native_linear.linear)
+ONEDNN = Kernels(pack=_pack_for_onednn, linear=_onednn_linear)
+
+
+def find_kernels(dtype: torch.dtype, device_type: str, *, native: bool = True) -> Kernels | None:
+    """Return the kernels that linear layers use here; None where packing gains nothing or does not work.
+
+    Args:
+        dtype: Of weights and rows.
+        device_type: Where they lie, as ``torch.device.type``.
+        native: Whether kernels compiled here may be used.
+    """
+    if device_type != "cpu" or dtype is not torch.float32:
+        return None
+    if native and native_linear.find_multiply() is not None and _works(NATIVE):
+        return NATIVE
+    if torch.backends.mkldnn.is_available() and _works(ONEDNN):
+        return ONEDNN
+    return None
+
+
 @cache
-def can_pack(dtype: torch.dtype, device_type: str) -> bool:
-    """Whether packed linear layers work here: a CPU, a dtype oneDNN computes natively, and right results."""
-    if device_type != "cpu" or dtype is not torch.float32 or not torch.backends.mkldnn.is_available():
-        return False
+def _works(kernels: Kernels) -> bool:
+    """Whether kernels compute what torch computes."""
     generator = torch.Generator().manual_seed(0)
     weight, rows = (torch.randn(size, generator=generator) for size in ((24, 40), (3, 40)))
     try:
-        packed = _linear_op()(rows, pack(weight), None, "none", [], "")
+        product = kernels.linear(rows, [kernels.pack(weight)], [24], None)
     except (AttributeError, RuntimeError, NotImplementedError) as error:
         logger.warning("linear layers stay unpacked and slower: %s", error)
         return False
-    return torch.allclose(packed, rows @ weight.T, rtol=1e-5, atol=1e-5)
-
-
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """Return a linear layer's weight [out, in] in oneDNN's own layout."""
-    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
-    return packed
+    return torch.allclose(product, rows @ weight.T, rtol=1e-5, atol=1e-5)
 
 
 class Scratch:
@@ -74,6 +117,7 @@ class Scratch:
 class PackedWeight:
     """How one parameter [out, in] is packed: in parts of consecutive rows, each an attribute of the stage."""
 
+    kernels: Kernels
     attributes: tuple[str, ...]
     rows_per_part: int
     num_columns: int
@@ -92,15 +136,24 @@ class PackedWeight:
         return list(zip(rows, self.attributes, strict=True))
 
 
-def use_packed_linears(module: fx.GraphModule, dtype: torch.dtype, device: torch.device) -> dict[str, PackedWeight]:
+def use_packed_linears(
+    module: fx.GraphModule, dtype: torch.dtype, device: torch.device, *, native: bool = True
+) -> dict[str, PackedWeight]:
     """Let the linear layers of a stage read packed weights, where that works.
 
     Large weights are packed in parts, because a part exists twice while it is packed.
 
+    Args:
+        module: The stage, which is changed.
+        dtype: Of its weights.
+        device: Where it will run.
+        native: Whether kernels compiled here may be used.
+
     Returns:
         What must be packed, by name of the parameter it is made from.
     """
-    if not can_pack(dtype, device.type):
+    kernels = find_kernels(dtype, device.type, native=native)
+    if kernels is None:
         return {}
     parameters = dict(module.named_parameters())
     packed: dict[str, PackedWeight] = {}
@@ -109,19 +162,26 @@ def use_packed_linears(module: fx.GraphModule, dtype: torch.dtype, device: torch
         if not linears:
             continue
         weight = parameters[source.target]
-        rows = min(weight.shape[0], max(1, _PART_BYTES * weight.shape[0] // weight.nbytes))
-        names = tuple(f"{source.target}_packed_{part}" for part in range(-(-weight.shape[0] // rows)))
-        packed[source.target] = PackedWeight(
+        rows = _rows_per_part(weight)
+        names = tuple(f"{source.target}_packed_{part}" for part in range(-(-len(weight) // rows)))
+        packing = packed[source.target] = PackedWeight(
+            kernels=kernels,
             attributes=names,
             rows_per_part=rows,
             num_columns=weight.shape[1],
             is_only_packed=len(linears) == len(source.users),
         )
         for linear in linears:
-            _replace(module, linear, names)
-        if packed[source.target].is_only_packed:
+            _replace(module.graph, linear, packing, len(weight))
+        if packing.is_only_packed:
             module.graph.erase_node(source)
     return packed
+
+
+def _rows_per_part(weight: torch.Tensor) -> int:
+    rows = min(len(weight), max(1, _PART_BYTES * len(weight) // weight.nbytes))
+    whole_panels = rows - rows % native_linear.PANEL
+    return rows if rows == len(weight) else whole_panels or rows
 
 
 def _is_linear_with_weight(node: fx.Node, weight: fx.Node) -> bool:
@@ -129,30 +189,18 @@ def _is_linear_with_weight(node: fx.Node, weight: fx.Node) -> bool:
 
 
 def is_packed_linear(node: fx.Node) -> bool:
-    """Whether a node of a stage's graph is a linear layer, or a part of one, that reads a packed weight."""
-    return node.op == "call_function" and str(node.target) == "mkldnn._linear_pointwise.default"
+    """Whether a node of a stage's graph is a linear layer that reads a packed weight.
+
+    Its arguments are those of :attr:`Kernels.linear`.
+    """
+    return node.target in (NATIVE.linear, ONEDNN.linear)
 
 
-def _replace(module: fx.GraphModule, linear: fx.Node, names: tuple[str, ...]) -> None:
-    """Compute a linear layer part by part and join the outputs."""
-    graph = module.graph
+def _replace(graph: fx.Graph, linear: fx.Node, packing: PackedWeight, num_outputs: int) -> None:
     bias = linear.args[2] if len(linear.args) > 2 else None
+    sizes = tuple(rows.stop - rows.start for rows, _ in packing.parts(num_outputs))
     with graph.inserting_before(linear):
-        # The bias fits no single part, so it is added to the whole where there are several.
-        own_bias = bias if len(names) == 1 else None
-        parts = [
-            graph.call_function(
-                _linear_op(), (linear.args[0], graph.create_node("get_attr", name), own_bias, "none", [], "")
-            )
-            for name in names
-        ]
-        whole = parts[0] if len(parts) == 1 else graph.call_function(torch.ops.aten.cat.default, (parts, -1))
-        if bias is not None and own_bias is None:
-            whole = graph.call_function(torch.ops.aten.add.Tensor, (whole, bias))
-    linear.replace_all_uses_with(whole)
+        parts = tuple(graph.create_node("get_attr", name) for name in packing.attributes)
+        product = graph.call_function(packing.kernels.linear, (linear.args[0], parts, sizes, bias))
+    linear.replace_all_uses_with(product)
     graph.erase_node(linear)
-
-
-def _linear_op() -> torch._ops.OpOverload:
-    operator: torch._ops.OpOverload = torch.ops.mkldnn._linear_pointwise.default
-    return operator

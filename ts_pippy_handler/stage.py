@@ -17,7 +17,7 @@ from ts_pippy_handler.attention import NUM_TENSORS
 from ts_pippy_handler.cached_attention import AttentionPlan, CachedAttention, allocate_caches
 from ts_pippy_handler.errors import UnsupportedModelError
 from ts_pippy_handler.graph_data import ModelFacts
-from ts_pippy_handler.packing import PackedWeight, Scratch, pack, use_packed_linears
+from ts_pippy_handler.packing import PackedWeight, Scratch, use_packed_linears
 from ts_pippy_handler.request import Batch, SampledRow, Segment
 from ts_pippy_handler.splitting import StageGraph
 from ts_pippy_handler.tracing import TracedModel, is_attention
@@ -38,6 +38,7 @@ class Stage:
         device: Where the stage runs.
         pack_weights: Whether linear layers on a CPU use packed weights.
         native_attention: Whether decode rows on a CPU may use attention compiled here.
+        native_linear: Whether packed linear layers may use kernels compiled here.
         progress: Called with the number of bytes of each tensor that was read.
 
     Raises:
@@ -54,6 +55,7 @@ class Stage:
         *,
         pack_weights: bool = True,
         native_attention: bool = True,
+        native_linear: bool = True,
         progress: Callable[[int], None] = lambda num_bytes: None,
     ) -> None:
         self.graph = graph
@@ -65,7 +67,7 @@ class Stage:
         """Bytes of the stage's weights."""
         self._attentions = _install_attention(graph, self._plan)
         _move_to_device(graph.module, device)
-        packed = use_packed_linears(graph.module, traced.dtype, device) if pack_weights else {}
+        packed = use_packed_linears(graph.module, traced.dtype, device, native=native_linear) if pack_weights else {}
         doubled = [key for key, packing in packed.items() if not packing.is_only_packed]
         self.resident_bytes = self.num_bytes + sum(graph.module.get_parameter(key).nbytes for key in doubled)
         """The same with what exists twice, plain and packed: a tied embedding."""
@@ -216,7 +218,7 @@ def _load_tensors(
                 else:
                     plain = scratch.take((rows.stop - rows.start) * template.shape[1]).view(-1, template.shape[1])
                     source.read_into(plain, rows)
-                graph.module.register_buffer(attribute, pack(plain))
+                graph.module.register_buffer(attribute, packing.kernels.pack(plain))
         progress(template.nbytes)
     for key, buffer in buffers:
         name = graph.tensors.get(key, key)

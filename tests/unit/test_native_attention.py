@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ts_pippy_handler import native_attention
+from ts_pippy_handler import native_attention, native_code
 from ts_pippy_handler.native_attention import DecodeRows, NativeAttention, find_native_attention
 
 CPU = torch.device("cpu")
@@ -153,7 +153,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
     monkeypatch.setenv("CC", "no-such-compiler -m64")
     with caplog.at_level(logging.INFO):
         assert found() is None
-    assert "no C compiler (no-such-compiler) here: attention uses torch's kernels" in caplog.text
+    assert "no C compiler (no-such-compiler) here: torch's slower kernels compute attention" in caplog.text
 
 
 def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -169,7 +169,7 @@ ODD_COMPILERS = {
     "no command line": ("it's", "No closing quotation"),
     "fails with bytes that are no text": (r"""sh -c 'printf "\377\n" >&2; exit 1' """, "sh failed: "),
     "makes a library without our function": ("{folder}/empty", "undefined symbol: attend"),
-    "makes no library": ("true", "attention.so"),
+    "makes no library": ("true", "compiled.so"),
 }
 
 
@@ -187,7 +187,7 @@ def test_odd_compilers(
     monkeypatch.setenv("CC", command.format(folder=tmp_path))
     assert found() is None
     [record] = caplog.records
-    assert record.message.startswith("attention uses torch's slower kernels, since ours cannot be compiled: ")
+    assert record.message.startswith("torch's slower kernels compute attention, since ours cannot be compiled: ")
     assert reason in record.message
 
 
@@ -208,7 +208,7 @@ def test_a_compiler_that_never_ends(
     script.write_text("#!/bin/sh\nexec sleep 60\n")
     script.chmod(0o755)
     monkeypatch.setenv("CC", str(script))
-    monkeypatch.setattr(native_attention, "_COMPILE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(native_code, "_COMPILE_TIMEOUT_S", 0.2)
     assert found() is None
     assert "slow did not end within 0.2 s" in caplog.text
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import psutil
@@ -9,15 +10,15 @@ import pytest
 import torch
 from torch import fx
 
-from ts_pippy_handler import packing
-from ts_pippy_handler.packing import can_pack, pack, use_packed_linears
+from ts_pippy_handler import native_linear, packing
+from ts_pippy_handler.packing import NATIVE, ONEDNN, Kernels, find_kernels, use_packed_linears
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def fresh_answer() -> None:
-    can_pack.cache_clear()
+    packing._works.cache_clear()
 
 
 class Two(torch.nn.Module):
@@ -48,26 +49,30 @@ def inputs(num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(num_rows, 16, generator=generator), torch.arange(num_rows) % 10
 
 
-def needs_onednn() -> None:
-    if not can_pack(torch.float32, "cpu"):
-        pytest.skip("this torch has no oneDNN linear layers")
+def kernels_or_skip(*, native: bool) -> Kernels:
+    found = find_kernels(torch.float32, "cpu", native=native)
+    if found is not (NATIVE if native else ONEDNN):
+        pytest.skip("these kernels are not for this processor, its compiler or this torch")
+    return found
 
 
+@pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("part_bytes", [1 << 24, 5 * 24 * 4, 1])
 @pytest.mark.parametrize("num_rows", [1, 2, 7, 64])
-def test_packed_equals_plain(num_rows: int, part_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    needs_onednn()
+def test_packed_equals_plain(num_rows: int, part_bytes: int, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = kernels_or_skip(native=native)
     monkeypatch.setattr(packing, "_PART_BYTES", part_bytes)
     plain, packed = traced(), traced()
-    names = use_packed_linears(packed, torch.float32, CPU)
+    names = use_packed_linears(packed, torch.float32, CPU, native=native)
     assert {name: weight.is_only_packed for name, weight in names.items()} == {"own": True, "tied": False}
     weights = dict(packed.named_parameters())
     del packed.own
     for name, weight in names.items():
+        assert weight.kernels is kernels
         for rows, attribute in weight.parts(len(weights[name])):
-            packed.register_buffer(attribute, pack(weights[name].data[rows]))
+            packed.register_buffer(attribute, kernels.pack(weights[name].data[rows]))
     packed.recompile()
-    assert "_linear_pointwise" in packed.code
+    assert kernels.linear.__name__ in packed.code
     assert "aten.linear" not in packed.code
     given = inputs(num_rows)
     torch.testing.assert_close(packed(*given), plain(*given), rtol=1e-5, atol=1e-5)
@@ -77,12 +82,17 @@ def test_packed_equals_plain(num_rows: int, part_bytes: int, monkeypatch: pytest
     ("dtype", "device"), [(torch.float16, "cpu"), (torch.bfloat16, "cpu"), (torch.float32, "cuda")]
 )
 def test_other_dtypes_and_devices_stay_plain(dtype: torch.dtype, device: str) -> None:
-    assert not can_pack(dtype, device)
+    assert find_kernels(dtype, device) is None
     module = traced()
     before = module.code
     assert use_packed_linears(module, dtype, torch.device(device)) == {}
     module.recompile()
     assert module.code == before
+
+
+def changed(monkeypatch: pytest.MonkeyPatch, name: str, **parts: object) -> None:
+    """Give oneDNN's kernels, or our own, other functions."""
+    monkeypatch.setattr(packing, name, dataclasses.replace(getattr(packing, name), **parts))
 
 
 @pytest.mark.parametrize("error", [AttributeError, RuntimeError, NotImplementedError])
@@ -92,10 +102,10 @@ def test_an_operator_that_fails_leaves_everything_plain(
     def fails(weight: torch.Tensor) -> torch.Tensor:
         raise error("no such kernel")
 
-    monkeypatch.setattr(packing, "pack", fails)
+    changed(monkeypatch, "ONEDNN", pack=fails)
     module = traced()
     with caplog.at_level(logging.WARNING):
-        assert use_packed_linears(module, torch.float32, CPU) == {}
+        assert use_packed_linears(module, torch.float32, CPU, native=False) == {}
     if torch.backends.mkldnn.is_available():
         assert caplog.messages == ["linear layers stay unpacked and slower: no such kernel"]
     module.recompile()
@@ -104,14 +114,22 @@ def test_an_operator_that_fails_leaves_everything_plain(
 
 
 def test_a_wrong_result_leaves_everything_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "_linear_op", lambda: lambda rows, *rest: torch.zeros(3, 24))
-    assert not can_pack(torch.float32, "cpu")
+    for name in ("NATIVE", "ONEDNN"):
+        changed(monkeypatch, name, linear=lambda rows, *rest: torch.zeros(3, 24))
+    assert find_kernels(torch.float32, "cpu") is None
 
 
-def test_without_onednn_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_onednn_nothing_of_it_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    monkeypatch.setattr(packing, "pack", lambda weight: pytest.fail("tried all the same"))
-    assert not can_pack(torch.float32, "cpu")
+    changed(monkeypatch, "ONEDNN", pack=lambda weight: pytest.fail("tried all the same"))
+    assert find_kernels(torch.float32, "cpu", native=False) is None
+
+
+def test_without_our_own_kernels_onednn_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch has no oneDNN")
+    monkeypatch.setattr(native_linear, "find_multiply", lambda: None)
+    assert find_kernels(torch.float32, "cpu") is ONEDNN
 
 
 def test_scratch_gives_back_what_smaller_weights_do_not_need() -> None:
