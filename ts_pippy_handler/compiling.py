@@ -32,7 +32,14 @@ _attentions: dict[int, CachedAttention] = {}
 _packed_linears: dict[int, Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]] = {}
 
 
-@torch.library.custom_op("ts_pippy::cached_attention", mutates_args=())
+# Registered by hand: torch.library.custom_op would check each output for aliases, for 15 µs a call.
+_library = torch.library.Library("ts_pippy_compiled", "DEF")
+_library.define(
+    "cached_attention(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? slopes, int number) -> Tensor"
+)
+_library.define("packed_linear(Tensor rows, Tensor? bias, int number, int num_outputs) -> Tensor")
+
+
 def _cached_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -46,27 +53,32 @@ def _cached_attention(
     return attended
 
 
-@_cached_attention.register_fake
-def _(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sinks: torch.Tensor | None,
-    slopes: torch.Tensor | None,
-    number: int,
-) -> torch.Tensor:
-    return like_attended(query, value)
-
-
-@torch.library.custom_op("ts_pippy::packed_linear", mutates_args=())
-def _packed_linear(rows: torch.Tensor, bias: torch.Tensor | None, number: int, num_outputs: int) -> torch.Tensor:
+def _packed_linear(rows: torch.Tensor, bias: torch.Tensor | None, number: int, _num_outputs: int) -> torch.Tensor:
     """Run the packed linear layer of this number."""
     return _packed_linears[number](rows, bias)
 
 
-@_packed_linear.register_fake
-def _(rows: torch.Tensor, bias: torch.Tensor | None, number: int, num_outputs: int) -> torch.Tensor:
+def _like_attention(
+    query: torch.Tensor,
+    _key: torch.Tensor,
+    value: torch.Tensor,
+    _sinks: torch.Tensor | None,
+    _slopes: torch.Tensor | None,
+    _number: int,
+) -> torch.Tensor:
+    return like_attended(query, value)
+
+
+def _like_linear(rows: torch.Tensor, _bias: torch.Tensor | None, _number: int, num_outputs: int) -> torch.Tensor:
     return rows.new_empty(*rows.shape[:-1], num_outputs)
+
+
+for name, run, like in (
+    ("cached_attention", _cached_attention, _like_attention),
+    ("packed_linear", _packed_linear, _like_linear),
+):
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ts_pippy_compiled::{name}", like, lib=_library)
 
 
 def compile_module(
@@ -113,14 +125,14 @@ def _hide(module: fx.GraphModule, attentions: dict[str, CachedAttention]) -> Non
             number = next(_numbers)
             _attentions[number] = attentions[node.target]
             arguments = (*node.args, number)
-            operator = torch.ops.ts_pippy.cached_attention.default
+            operator = torch.ops.ts_pippy_compiled.cached_attention.default
         elif is_packed_linear(node):
             number = next(_numbers)
             rows, parts, sizes, bias = node.args
             weights = [getattr(module, part.target) for part in parts]
             _packed_linears[number] = _with_weights(node.target, weights, sizes)
             arguments = (rows, bias, number, sum(sizes))
-            operator = torch.ops.ts_pippy.packed_linear.default
+            operator = torch.ops.ts_pippy_compiled.packed_linear.default
         else:
             continue
         with graph.inserting_before(node):

@@ -17,6 +17,10 @@
 /* How many numbers of a value are summed in one pass over the cache: what fits the registers of a CPU for a group. */
 #define WIDTH (VALUE_DIM % 32 == 0 ? 32 : VALUE_DIM % 16 == 0 ? 16 : VALUE_DIM % 8 == 0 ? 8 : 1)
 
+/* Reading the cache is most of the time: keys are fetched so many tokens ahead, values while their keys are used. */
+#define AHEAD 8
+#define LINE 16
+
 /* One row, and the heads that share one key/value head. `scores` has room for GROUP * length numbers. */
 static void attend_group(const float *query, int64_t head_stride, const float *keys, const float *values,
                          const int64_t *slots, int64_t length, float scale, float *scores, float *out)
@@ -30,6 +34,11 @@ static void attend_group(const float *query, int64_t head_stride, const float *k
 
     for (int64_t position = 0; position < length; position++) {
         const float *key = keys + slots[position] * KEY_DIM;
+        const int64_t ahead = slots[position + AHEAD < length ? position + AHEAD : length - 1];
+        for (int i = 0; i < KEY_DIM; i += LINE)
+            __builtin_prefetch(keys + ahead * KEY_DIM + i);
+        for (int i = 0; i < VALUE_DIM; i += LINE)
+            __builtin_prefetch(values + slots[position] * VALUE_DIM + i);
         for (int head = 0; head < GROUP; head++) {
             float score = 0;
             for (int i = 0; i < KEY_DIM; i++)
