@@ -35,7 +35,11 @@ static inline __attribute__((always_inline)) void multiply_tile(const int height
         left[row] = load(start + row * start_stride);
         right[row] = load(start + row * start_stride + LANES);
     }
+#pragma GCC unroll 2
     for (int64_t i = 0; i < num_inputs; i++) {
+        /* With enough rows to multiply meanwhile, the next panel is fetched from memory; after the last one, nothing. */
+        if (height > 3)
+            __builtin_prefetch(panel + (num_inputs + i) * PANEL);
         const lanes left_weights = load(panel + i * PANEL), right_weights = load(panel + i * PANEL + LANES);
 #pragma GCC unroll 6
         for (int row = 0; row < height; row++) {

