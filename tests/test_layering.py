@@ -21,6 +21,7 @@ LIGHT = [
         "errors",
         "fit",
         "hub",
+        "json_files",
         "kv_cache",
         "meter",
         "partition",

@@ -7,7 +7,6 @@ Knows nothing of torch: dtypes are names here.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +15,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError, field_validator
 
 from ts_pippy_handler import hub
-from ts_pippy_handler.errors import CheckpointError, ConfigError, one_line
+from ts_pippy_handler.errors import ConfigError
+from ts_pippy_handler.json_files import read_object
 from ts_pippy_handler.validation import describe_errors, nearest, show
 
 DTYPES = {
@@ -345,14 +345,7 @@ def written_config(model_path: str) -> dict[str, Any]:
     Raises:
         CheckpointError: If the file is missing or no JSON object.
     """
-    file = Path(model_path) / "config.json"
-    try:
-        written = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: {one_line(error)}") from error
-    if not isinstance(written, dict):
-        raise CheckpointError(f"{file}: must be a JSON object, got {type(written).__name__}")
-    return written
+    return read_object(Path(model_path) / "config.json")
 
 
 def written_layers(model_path: str) -> int | None:

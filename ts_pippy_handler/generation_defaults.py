@@ -6,14 +6,14 @@ generation_config.json is read as it stands: transformers' own class fills in wh
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ts_pippy_handler.config import Float, Int
-from ts_pippy_handler.errors import CheckpointError, one_line
+from ts_pippy_handler.errors import CheckpointError
+from ts_pippy_handler.json_files import read_object
 from ts_pippy_handler.validation import describe_errors, show
 
 _FILE = "generation_config.json"
@@ -122,15 +122,7 @@ _IDS = ("eos_token_id", "pad_token_id")
 
 
 def _read(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        written = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: {one_line(error)}") from error
-    if not isinstance(written, dict):
-        raise CheckpointError(f"{file}: must hold a JSON object, got {show(written)}")
-    return written
+    return read_object(file) if file.is_file() else {}
 
 
 def _real(token_ids: list[int]) -> list[int]:

@@ -236,7 +236,7 @@ def _buffer_value(
     computed = traced.buffers.get(name, buffer)
     found = find_buffer(name, traced, checkpoint)
     if found is not None:
-        checkpoint.check_shape(found, buffer.shape)
+        checkpoint.check(found, buffer.shape, is_weight=False)
         value = torch.empty(buffer.shape, dtype=buffer.dtype)
         checkpoint.read_into(found, value)
         return value

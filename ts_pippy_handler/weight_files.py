@@ -6,11 +6,11 @@ weight file as one.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path, PurePath
 
 from ts_pippy_handler.config import written_config
 from ts_pippy_handler.errors import CheckpointError, one_line
+from ts_pippy_handler.json_files import read_object
 from ts_pippy_handler.validation import show
 
 _USUAL_FILES = (
@@ -21,6 +21,8 @@ _USUAL_FILES = (
 )
 _OTHERS = ("adapter_", "consolidated", ".")
 """Beginnings of the names of ``.safetensors`` files that are no weights of transformers' model."""
+_UNFINISHED = (".incomplete", ".part", ".partial", ".crdownload", ".aria2", ".download", ".tmp")
+"""How programs that fetch files name those that they are not done with."""
 
 
 def find_entry(directory: Path, index_filename: str | None) -> Path:
@@ -42,10 +44,13 @@ def find_entry(directory: Path, index_filename: str | None) -> Path:
         if not isinstance(named, str) or ".." in PurePath(named).parts or not (directory / named).is_file():
             raise CheckpointError(f"{directory}/config.json: transformers_weights: {show(named)} is no file beside it")
         return directory / named
-    for name in _USUAL_FILES:
-        if (directory / name).is_file():
-            return directory / name
-    files = [file for file in directory.iterdir() if file.is_file()]
+    try:
+        for name in _USUAL_FILES:
+            if (directory / name).is_file():
+                return directory / name
+        files = [file for file in directory.iterdir() if file.is_file()]
+    except OSError as error:
+        raise CheckpointError(f"{directory}: cannot be listed: {one_line(error)}") from error
     candidates = [file for file in files if file.suffix == ".safetensors" and not file.name.startswith(_OTHERS)]
     if len(candidates) == 1:
         return candidates[0]
@@ -61,6 +66,8 @@ def _what_is_there(candidates: list[Path], files: list[Path]) -> str:
         return f"; {len(shards)} files such as {shards[0]} are there, but no index that says what they hold"
     if "adapter_config.json" in names:
         return "; an adapter is there (adapter_config.json): merge it into its base model, and save that"
+    if unfinished := sorted(name for name in names if name.endswith(_UNFINISHED)):
+        return f"; {unfinished[0]} is there, a download that has not finished"
     if any(name.endswith(".gguf") for name in names):
         return "; a GGUF file is there, which is another format"
     return ""
@@ -72,39 +79,23 @@ def read_index(index: Path) -> dict[str, Path]:
     Raises:
         CheckpointError: If the index is damaged or leads to a file that is not there or lies elsewhere.
     """
-    try:
-        weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
-        if not isinstance(weight_map, dict):
-            raise TypeError(f"it is {show(weight_map)}")
-    except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
-        reason = what_it_is(index) or one_line(error)
-        raise CheckpointError(f"{index}: not a checkpoint index with a 'weight_map': {reason}") from error
+    written = read_object(index)
+    weight_map = written.get("weight_map")
+    if not isinstance(weight_map, dict):
+        seen = f"it is {show(weight_map)}" if "weight_map" in written else "its keys are " + show(list(written))
+        raise CheckpointError(f"{index}: not a checkpoint index with a 'weight_map': {seen}")
     if not weight_map:
         raise CheckpointError(f"{index}: its 'weight_map' names no tensors")
-    for name, written in weight_map.items():
-        if not isinstance(written, str) or not written:
-            raise CheckpointError(f"{index}: says that tensor {show(name)} is in {show(written)}, which names no file")
+    for name, place in weight_map.items():
+        if not isinstance(place, str) or not place:
+            raise CheckpointError(f"{index}: says that tensor {show(name)} is in {show(place)}, which names no file")
         # As written: the hub's cache holds links to files that lie elsewhere.
-        if PurePath(written).is_absolute() or ".." in PurePath(written).parts:
+        if PurePath(place).is_absolute() or ".." in PurePath(place).parts:
             raise CheckpointError(
-                f"{index}: says that tensor {show(name)} is in {show(written)}, outside the checkpoint's directory"
+                f"{index}: says that tensor {show(name)} is in {show(place)}, outside the checkpoint's directory"
             )
-    files = {str(name): index.parent / written for name, written in weight_map.items()}
+    files = {str(name): index.parent / place for name, place in weight_map.items()}
     for file in sorted(set(files.values())):
         if not file.is_file():
             raise CheckpointError(f"{file}: missing, although {index.name} says it holds tensors")
     return files
-
-
-def what_it_is(file: Path) -> str | None:
-    """Say what a file is that was taken for a file of a checkpoint; None if its beginning does not tell."""
-    try:
-        with file.open("rb") as opened:
-            start = opened.read(64)
-    except OSError:
-        return None
-    if start.startswith(b"version https://git-lfs"):
-        return "it is a pointer of Git LFS, not the file itself; fetch that with 'git lfs pull'"
-    if start.lstrip().lower().startswith((b"<!doctype", b"<html")):
-        return "it is a web page, probably an error saved in its place; download it again"
-    return None

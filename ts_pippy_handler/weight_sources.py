@@ -45,7 +45,7 @@ class WeightSource:
         self._place = _locate(name, facts, checkpoint, stage)
         conversion = self._place.conversion
         if conversion is None:
-            checkpoint.check_shape(self._place.name, template.shape)
+            checkpoint.check(self._place.name, template.shape)
             return
         self._converted = conversion.run(lambda each: self._read(each, template.dtype))[self._place.name]
         if self._converted.shape != template.shape:
@@ -82,7 +82,8 @@ def _locate(name: str, facts: ModelFacts | TracedModel, checkpoint: Checkpoint, 
         if (conversion := facts.conversions.converted.get(target)) is not None:
             return _Place(target, conversion)
     raise CheckpointError(
-        f"{checkpoint.entry}: holds no tensor {name!r}, which stage {stage} needs{_elsewhere(name, checkpoint)}"
+        f"{checkpoint.where_missing(names, facts.base_model_prefix)}, which stage {stage} needs"
+        f"{_elsewhere(name, checkpoint)}"
     )
 
 

@@ -55,7 +55,8 @@ def test_sampling_is_taken_from_generation_config_only(tmp_path: Path) -> None:
     ("content", "said"),
     [
         ('{"a":', "generation_config.json: Expecting value"),
-        ("", "generation_config.json: Expecting value"),
+        ("", "generation_config.json: it is empty"),
+        ("\ufeff{}", "generation_config.json: begins with a UTF-8 byte order mark"),
         ("[]", r"generation_config.json: must hold a JSON object, got \[\]"),
         ('"x"', "generation_config.json: must hold a JSON object, got 'x'"),
         ({"eos_token_id": "<eos>"}, "generation_config.json: eos_token_id: must be a token id or a list.*'<eos>'"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,6 +80,10 @@ def shards(directory: Path) -> None:
         save(directory, f"model-0000{number}-of-00002.safetensors")
 
 
+def unfinished(directory: Path) -> None:
+    (directory / "model.safetensors.incomplete").write_bytes(b"half")
+
+
 def gguf(directory: Path) -> None:
     (directory / "model-q4.gguf").write_bytes(b"GGUF")
 
@@ -89,6 +94,7 @@ def gguf(directory: Path) -> None:
         (pipe, r"pytorch_model\.bin\.index\.json$"),
         (adapter, r"; an adapter is there \(adapter_config\.json\): merge it into its base model"),
         (shards, r"; 2 files such as model-00001-of-00002\.safetensors are there, but no index"),
+        (unfinished, r"; model\.safetensors\.incomplete is there, a download that has not finished"),
         (gguf, r"; a GGUF file is there, which is another format"),
     ],
 )
@@ -101,10 +107,10 @@ def test_what_is_there_instead_of_weights(tmp_path: Path, fill: Callable[[Path],
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", INDEX])
-@pytest.mark.parametrize(("text", "what"), [(POINTER, "a pointer of Git LFS"), (PAGE, "a web page")])
+@pytest.mark.parametrize(("text", "what"), [(POINTER, "a pointer of Git LFS"), (PAGE, "a web page"), ("", "empty")])
 def test_what_was_saved_in_the_place_of_a_file(tmp_path: Path, name: str, text: str, what: str) -> None:
     (tmp_path / name).write_text(text)
-    with pytest.raises(CheckpointError, match=rf"^{re.escape(str(tmp_path / name))}: .*: it is {what}"):
+    with pytest.raises(CheckpointError, match=rf"^{re.escape(str(tmp_path / name))}: .*it is {what}"):
         Checkpoint(str(tmp_path))
 
 
@@ -115,6 +121,7 @@ def test_what_was_saved_in_the_place_of_a_file(tmp_path: Path, name: str, text: 
         ({"a": 5}, "says that tensor 'a' is in 5, which names no file"),
         ({"a": None}, "says that tensor 'a' is in None, which names no file"),
         ({"a": ""}, "says that tensor 'a' is in '', which names no file"),
+        ({"a": ["x"]}, "says that tensor 'a' is in ['x'], which names no file"),
         ([1], "not a checkpoint index with a 'weight_map': it is [1]"),
     ],
 )
@@ -131,3 +138,20 @@ def test_a_shard_that_is_no_file(tmp_path: Path, place: str) -> None:
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": shard.name}}))
     with pytest.raises(CheckpointError, match=f"^{re.escape(str(shard))}: missing, although {INDEX} says it holds"):
         Checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", INDEX])
+def test_a_file_that_may_not_be_read(name: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own cannot be entered by another user
+        os.chmod(folder, 0o755)
+        file = Path(folder) / name
+        file.write_bytes(b"x")
+        file.chmod(0)
+        user = os.geteuid()
+        if user == 0:  # to whom everything is allowed
+            os.seteuid(65534)
+        try:
+            with pytest.raises(CheckpointError, match=rf"^{re.escape(str(file))}: .*Permission denied"):
+                Checkpoint(folder)
+        finally:
+            os.seteuid(user)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from tests.models import Checkpoints, copy_checkpoint
 from ts_pippy_handler.errors import CheckpointError
@@ -116,11 +117,22 @@ def test_a_named_index_that_is_not_there(model_dir: Path) -> None:
         Checkpoint(str(model_dir), "other.json")
 
 
-@pytest.mark.parametrize("text", ["{ broken", "[]", "{}", '{"weight_map": 5}', '{"weight_map": ["a"]}', "null"])
-def test_a_damaged_index(damaged: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{ broken", "Expecting property name"),
+        ("", "it is empty"),
+        ("[]", r"must hold a JSON object, got \[\]"),
+        ("null", "must hold a JSON object, got None"),
+        ("\ufeff{}", "begins with a UTF-8 byte order mark, with which transformers does not read it"),
+        ("{}", r"not a checkpoint index with a 'weight_map': its keys are \[\]"),
+        ('{"weight_map": 5}', "not a checkpoint index with a 'weight_map': it is 5"),
+    ],
+)
+def test_a_damaged_index(damaged: Path, text: str, message: str) -> None:
     index = damaged / "model.safetensors.index.json"
     index.write_text(text)
-    with pytest.raises(CheckpointError, match=f"^{re.escape(str(index))}: not a checkpoint index with a 'weight_map'"):
+    with pytest.raises(CheckpointError, match=f"^{re.escape(str(index))}: {message}"):
         Checkpoint(str(damaged))
 
 
@@ -134,9 +146,32 @@ def test_a_missing_shard(damaged: Path) -> None:
 def test_a_tensor_that_the_index_lists_but_no_file_holds(damaged: Path) -> None:
     file = shard_of(damaged, NAME)
     rewrite(file, lambda tensors: tensors.pop(NAME))
-    message = f"{file.name}: tensor '{NAME}' is missing, although model.safetensors.index.json lists it"
-    with pytest.raises(CheckpointError, match=re.escape(message)):
-        Checkpoint(str(damaged))
+    checkpoint = Checkpoint(str(damaged))
+    assert NAME not in checkpoint.names, "which is an error only if the model needs it"
+    for asked in (["other", NAME], [NAME.removeprefix("model.")]):
+        assert checkpoint.where_missing(asked, "model") == (
+            f"{file}: tensor {NAME!r} is missing, although model.safetensors.index.json lists it"
+        )
+    assert checkpoint.where_missing(["other"], "model").endswith("index.json: holds no tensor 'other'")
+
+
+def test_the_files_say_what_they_hold_and_not_the_index(damaged: Path) -> None:
+    """transformers takes from the index only which files there are; the last of them that holds a tensor counts."""
+    index = damaged / "model.safetensors.index.json"
+    written = json.loads(index.read_text())
+    files = sorted(set(written["weight_map"].values()))
+    own = written["weight_map"].pop(NAME)
+    assert own == files[-1]
+    written["weight_map"]["model.norm.weight"] = files[0]
+    index.write_text(json.dumps(written))
+    rewrite(damaged / files[0], lambda tensors: tensors.update({NAME: torch.zeros(SHAPE)}))
+    found = Checkpoint(str(damaged))
+    theirs = AutoModelForCausalLM.from_pretrained(damaged).state_dict()
+    for name in (NAME, "model.norm.weight"):
+        read = torch.empty(theirs[name].shape)
+        found.read_into(name, read)
+        assert torch.equal(read, theirs[name])
+    assert read.abs().sum()
 
 
 @pytest.mark.parametrize("keep", [0, 5, 100, 0.5])
@@ -144,7 +179,11 @@ def test_a_truncated_file(damaged: Path, keep: float) -> None:
     file = shard_of(damaged, NAME)
     data = file.read_bytes()
     file.write_bytes(data[: int(len(data) * keep) if isinstance(keep, float) else keep])
-    with pytest.raises(CheckpointError, match=f"^{re.escape(str(file))}: unreadable or truncated: "):
+    reason = {0: "it is empty", 100: r"its header should have \d+ bytes, the whole file has 100"}
+    reason |= {0.5: rf"it has {len(data) // 2} bytes, by its header it should have {len(data)}"}
+    with pytest.raises(
+        CheckpointError, match=f"^{re.escape(str(file))}: unreadable or truncated: {reason.get(keep, '')}"
+    ):
         Checkpoint(str(damaged))
 
 
@@ -251,6 +290,21 @@ def test_a_file_of_the_old_format_is_read_once_not_for_every_piece(
     assert len([kwargs for kwargs in loads if not kwargs.get("mmap")]) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8, torch.int64, torch.complex64])
+@pytest.mark.parametrize("file_format", ["safetensors", "bin"])
+def test_the_header_tells_what_is_no_weight(tmp_path: Path, dtype: torch.dtype, file_format: str) -> None:
+    tensors = {"a": torch.ones(3).to(dtype), "b": torch.ones(3, dtype=torch.float16)}
+    if file_format == "bin":
+        torch.save(tensors, tmp_path / "pytorch_model.bin")
+    else:
+        save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(str(tmp_path))
+    with pytest.raises(CheckpointError, match=rf"{file_format}: tensor 'a' is of dtype .*; only weights stored as"):
+        checkpoint.check("a", [3])
+    checkpoint.check("a", [3], is_weight=False)
+    checkpoint.check("b", [3])
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8])
 def test_quantised_values_are_no_weights(tmp_path: Path, dtype: torch.dtype) -> None:
     save_file({"a": torch.ones(3).to(dtype)}, tmp_path / "model.safetensors")
@@ -275,9 +329,9 @@ def test_two_copies_of_one_weight(tmp_path: Path) -> None:
 
 def test_a_wrong_shape(damaged: Path) -> None:
     file = shard_of(damaged, NAME)
-    message = f"{file.name}: tensor '{NAME}' has shape [96, 64], the model needs [96, 65]"
+    message = f"{file}: tensor '{NAME}' has shape [96, 64], the model needs [96, 65]"
     with pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"):
-        Checkpoint(str(damaged)).check_shape(NAME, [96, 65])
+        Checkpoint(str(damaged)).check(NAME, [96, 65])
 
 
 def test_a_file_that_is_damaged_after_it_was_found(damaged: Path) -> None:
