@@ -19,6 +19,7 @@ LIGHT = [
         "costs",
         "drain_cli",
         "errors",
+        "explain",
         "fit",
         "hub",
         "kv_cache",

@@ -137,6 +137,15 @@ class PippyConfig(BaseModel):
         """Return ``max_batch_tokens``, or its default for the kind of device."""
         return self.max_batch_tokens or (_BATCH_TOKENS_CPU if on_cpu else _BATCH_TOKENS_GPU)
 
+    def declared_memory(self, rank: int) -> int | None:
+        """Return the bytes that ``device_memory`` declares for a rank, or None where they are measured."""
+        declared = self.device_memory
+        if isinstance(declared, list):
+            return declared[rank]
+        if isinstance(declared, dict):
+            return declared.get(rank)
+        return declared if isinstance(declared, int) else None
+
     @field_validator("input_names")
     @classmethod
     def _known_inputs(cls, names: list[str]) -> list[str]:
