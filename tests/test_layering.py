@@ -30,6 +30,7 @@ LIGHT = [
         "request",
         "request_state",
         "scheduler",
+        "step_time",
     ),
     *("bench", "bench_cli", "bench_http", "validation", "workload"),
 ]

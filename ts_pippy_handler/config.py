@@ -84,8 +84,8 @@ class PippyConfig(BaseModel):
     split: Literal["time", "memory"] | list[Int] = Field(
         "time", description="'time', 'memory' or a list of the number of layers of each stage"
     )
-    """Where to cut: stages equal in bytes read per token, the head's counted half since prompts need no logits (time),
-    equal in weights (memory), or the number of layers of each stage."""
+    """Where to cut: stages equal in predicted time, for two prompt tokens to each new one (time), equal in weights
+    (memory), or the number of layers of each stage. ``ts-pippy plan`` shows the cut and says why it is there."""
     device_memory: Literal["measured"] | Size | list[Size] | dict[Int, Size] | None = Field(
         None, description="'measured', a size such as 24GiB, a list of a size for each rank, or a map of ranks to sizes"
     )

@@ -15,6 +15,7 @@ from ts_pippy_handler import fit
 from ts_pippy_handler.config import PippyConfig
 from ts_pippy_handler.costs import LayerCosts
 from ts_pippy_handler.fit import Decision, DeviceMemory
+from ts_pippy_handler.step_time import MIX
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,8 @@ def _words(pippy: PippyConfig, memory: DeviceMemory | None) -> _Words:
 def _rule(pippy: PippyConfig, words: _Words) -> str:
     if isinstance(pippy.split, list):
         return f"Cut as given (split: {pippy.split})."
-    return f"Cut so that {words.rule} (split: {pippy.split})."
+    mix = f", for {MIX.prompt_rows / MIX.answer_rows:g} prompt tokens to each new one" if words is _TIME else ""
+    return f"Cut so that {words.rule} (split: {pippy.split}{mix})."
 
 
 def _devices(costs: LayerCosts, pippy: PippyConfig, memory: DeviceMemory, decision: Decision) -> str:

@@ -28,11 +28,9 @@ class StagePlan:
     num_parameters: int
     weight_bytes: int
     read_bytes_per_token: int
-    """Bytes of weights read to compute one token of an answer."""
-    time_cost: int
-    """What ``split: time`` makes equal: bytes read per token, the head's counted half, since prompts need no logits."""
+    """Bytes of weights read to compute one token of an answer, of experts those it is sent to."""
     time_share: float
-    """Part of the time of all stages, as predicted."""
+    """Part of the time of all stages, as predicted (``step_time.py``)."""
     kv_bytes_per_token: int
 
 
@@ -65,7 +63,7 @@ class Plan:
             "share of time",
         ):
             table.add_column(column, justify="left" if column.startswith("share") else "right")
-        slowest = max(stage.time_cost for stage in self.stages)
+        slowest = max(stage.time_share for stage in self.stages)
         for stage in self.stages:
             last = stage.first_layer + stage.num_layers - 1
             table.add_row(
@@ -75,7 +73,7 @@ class Plan:
                 f"{stage.weight_bytes / 1e6:.1f}",
                 f"{stage.read_bytes_per_token / 1e6:.1f}",
                 f"{stage.kv_bytes_per_token:,}",
-                f"{stage.time_share:6.1%} " + "█" * max(1, round(_BAR_WIDTH * stage.time_cost / slowest)),
+                f"{stage.time_share:6.1%} " + "█" * max(1, round(_BAR_WIDTH * stage.time_share / slowest)),
             )
         console = Console(width=_WIDTH, no_color=True)
         with console.capture() as captured:
@@ -106,7 +104,6 @@ def make_plan(config: ServingConfig, num_stages: int) -> Plan:
                 num_parameters=cost.num_parameters,
                 weight_bytes=cost.weight_bytes,
                 read_bytes_per_token=cost.read_bytes,
-                time_cost=cost.time_cost,
                 time_share=cost.time_cost / total,
                 kv_bytes_per_token=cost.kv_bytes_per_token,
             )

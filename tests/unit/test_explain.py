@@ -18,25 +18,30 @@ def reason(costs: LayerCosts, num_stages: int, limit: DeviceMemory | None = None
     return explain(costs, config, limit, fit.decide(costs, config, num_stages, limit))
 
 
+def timed(layers: list[int], head: int = 0) -> LayerCosts:
+    """Return the costs of a model in which nothing but weights takes time worth mentioning."""
+    return model([1000 * layer for layer in layers], head=1000 * head)
+
+
 def test_by_time() -> None:
-    # 40, 40 and 30 + 20: a layer less for the last makes the second as slow as it is now.
-    assert reason(model([10] * 11, head=40), 3) == (
-        "Cut so that the slowest stage is as fast as it can be (split: time). "
-        "Stage 2 limits, with 38.5% of the time of all stages. With one layer fewer there, "
-        "given to stage 1, the slowest stage would be neither slower nor faster."
+    # The head is computed for a third of the rows: 40, 40 and 30 + 14.
+    assert reason(timed([10] * 11, head=40), 3) == (
+        "Cut so that the slowest stage is as fast as it can be (split: time, for 2 prompt tokens to each new one). "
+        "Stage 2 limits, with 35.5% of the time of all stages. With one layer fewer there, "
+        "given to stage 1, the slowest stage would be 13.7% slower."
     )
-    assert reason(model([10] * 9), 3).endswith(
+    assert reason(timed([10] * 9), 3).endswith(
         "Stage 0 limits, with 33.3% of the time of all stages. With one layer fewer there, "
         "given to stage 1, the slowest stage would be 33.3% slower."
     )
-    assert reason(model([10, 10, 40, 10]), 3).endswith(
+    assert reason(timed([10, 10, 40, 10]), 3).endswith(
         "Stage 1 limits, with 57.1% of the time of all stages; it has a single layer, so no other cut relieves it."
     )
-    assert reason(model([10] * 9), 1) == "One stage has all layers."
+    assert reason(timed([10] * 9), 1) == "One stage has all layers."
 
 
 def test_the_middle_stage_has_two_neighbours() -> None:
-    assert reason(model([30, 20, 20, 25]), 3).endswith(
+    assert reason(timed([30, 20, 20, 25]), 3).endswith(
         "Stage 1 limits, with 42.1% of the time of all stages. With one layer fewer there, "
         "given to stage 0, the slowest stage would be 25.0% slower; "
         "given to stage 2, the slowest stage would be 12.5% slower."
@@ -52,19 +57,19 @@ def test_by_memory() -> None:
 
 
 def test_as_given() -> None:
-    assert reason(model([10] * 4), 2, split=[3, 1]) == (
+    assert reason(timed([10] * 4), 2, split=[3, 1]) == (
         "Cut as given (split: [3, 1]). Stage 0 limits, with 75.0% of the time of all stages. "
         "With one layer fewer there, given to stage 1, the slowest stage would be 33.3% faster. "
         "split: time would give [2, 2]: the slowest stage would be 33.3% faster."
     )
-    assert reason(model([10] * 4), 2, split=[2, 2]).endswith("slower. split: time would cut there, too.")
+    assert reason(timed([10] * 4), 2, split=[2, 2]).endswith("slower. split: time would cut there, too.")
 
 
 def test_devices() -> None:
     costs, sizes = model([100] * 12), ["500B", "5000B"]
     declared = {"device_memory": sizes, "kv_cache_tokens": 10}
     assert reason(costs, 2, memory(500, 5_000), **declared) == (
-        "Cut so that the slowest stage is as fast as it can be (split: time). "
+        "Cut so that the slowest stage is as fast as it can be (split: time, for 2 prompt tokens to each new one). "
         "Device memory, 500 B declared for stage 0, 4.9 KiB declared for stage 1, leaves a cache of 11 tokens; "
         "without that limit the layers would be [6, 6]. "
         "Stage 1 limits, with 66.7% of the time of all stages. With one layer fewer there, "
@@ -83,6 +88,6 @@ def test_devices() -> None:
 
 @pytest.mark.parametrize("num_stages", range(1, 13))
 def test_a_cut_that_is_optimal_cannot_be_bettered_by_a_neighbour(num_stages: int) -> None:
-    assert "faster" not in reason(model([10 + layer % 3 for layer in range(12)], head=70), num_stages).replace(
+    assert "faster" not in reason(timed([10 + layer % 3 for layer in range(12)], head=70), num_stages).replace(
         "neither slower nor faster", ""
     )

@@ -41,7 +41,9 @@ def test_the_stages_add_up_to_the_model(checkpoints: Checkpoints, weightless: Pa
     assert sum(stage.kv_bytes_per_token for stage in plan.stages) == 4 * (2 * 2 * 16) * 4
     assert all(stage.read_bytes_per_token <= stage.weight_bytes for stage in plan.stages)
     assert sum(stage.time_share for stage in plan.stages) == pytest.approx(1)
-    assert plan.reason.startswith("Cut so that the slowest stage is as fast as it can be (split: time). Stage ")
+    assert plan.reason.startswith(
+        "Cut so that the slowest stage is as fast as it can be (split: time, for 2 prompt tokens "
+    )
 
 
 def test_a_split_by_hand(weightless: Path) -> None:
@@ -58,7 +60,6 @@ def stage(index: int, read: int) -> StagePlan:
         num_parameters=1_234_567,
         weight_bytes=4_938_268,
         read_bytes_per_token=read,
-        time_cost=read,
         time_share=read / 5_000_000,
         kv_bytes_per_token=2048,
     )
