@@ -26,9 +26,6 @@ from ts_pippy_handler.workload import Workload, WorkloadRequest
 NEW = round(MIX.context_len / (MIX.prompt_rows / MIX.answer_rows + 0.5))
 PROMPT = NEW * MIX.prompt_rows // MIX.answer_rows
 """Tokens of each request, in the proportion of the mix and with its context on average."""
-WIDE = {"vocab_size": 32_000, "hidden_size": 256, "intermediate_size": 768}
-"""The head is as large as ten layers."""
-WIDE_LAYERS = 16
 
 
 @dataclass(frozen=True)
@@ -43,6 +40,12 @@ class Share:
     def difference(self) -> float:
         """Relative to what was measured."""
         return self.predicted / self.measured - 1
+
+
+def wide_model(directory: Path) -> Path:
+    """Write a random llama whose head is as large as ten of its sixteen layers."""
+    sizes = {"vocab_size": 32_000, "hidden_size": 256, "intermediate_size": 768}
+    return tiny_checkpoint(directory, "llama", layers=16, std=0.05, shard_bytes=None, tokenizer=False, config=sizes)
 
 
 def workload(num_requests: int) -> Workload:
@@ -78,15 +81,7 @@ def main() -> None:
     print("| model | stages | layers | predicted | measured | difference |")
     print("| --- | --- | --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as directory:
-        wide = tiny_checkpoint(
-            Path(directory) / "wide",
-            "llama",
-            layers=WIDE_LAYERS,
-            std=0.05,
-            shard_bytes=None,
-            tokenizer=False,
-            config=WIDE,
-        )
+        wide = wide_model(Path(directory) / "wide")
         for model, counts in ((options.model, options.stages), (wide, options.wide_stages)):
             for count in counts:
                 for share in shares(model, count, options.requests):
