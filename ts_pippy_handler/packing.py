@@ -33,7 +33,7 @@ def can_pack(dtype: torch.dtype, device_type: str) -> bool:
     generator = torch.Generator().manual_seed(0)
     weight, rows = (torch.randn(size, generator=generator) for size in ((24, 40), (3, 40)))
     try:
-        packed = _linear_op()(rows, pack(weight), None, "none", [], "")
+        packed = linear(rows, pack(weight))
     except (AttributeError, RuntimeError, NotImplementedError) as error:
         logger.warning("linear layers stay unpacked and slower: %s", error)
         return False
@@ -44,6 +44,12 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     """Return a linear layer's weight [out, in] in oneDNN's own layout."""
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
     return packed
+
+
+def linear(rows: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    """Return a linear layer's outputs [T, out] of rows [T, in], from its packed weight."""
+    outputs: torch.Tensor = _linear_op()(rows, packed, None, "none", [], "")
+    return outputs
 
 
 class Scratch:
