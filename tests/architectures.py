@@ -31,6 +31,8 @@ _ROOM = 64
 _MIN_DISTINCT = 8
 _MAX_PARAMETERS = 20_000_000
 _EMBEDDING_SCALES = (1.0, 0.2, 0.05, 0.02)
+_MATRIX_SCALES = {"openai-gpt": 3.0}
+"""Of models that only repeat themselves whatever the scale of their embeddings: this one norms after every sum."""
 
 _SMALL: dict[str, Any] = {
     **dict.fromkeys("hidden_size n_embd d_model dim word_embed_proj_dim".split(), 64),
@@ -144,7 +146,7 @@ def write_checkpoint(name: str, directory: Path) -> tuple[Path, list[Reference]]
     for scale in _EMBEDDING_SCALES:
         target = directory / f"embedding-{scale}"
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        _randomise(model, scale)
+        _randomise(model, scale, _MATRIX_SCALES.get(config.model_type, 1.0))
         model.generation_config = GenerationConfig(do_sample=False, bos_token_id=1, pad_token_id=0)
         model.save_pretrained(target)
         references = hf_generate(target, PROMPTS, NEW_TOKENS, ignore_eos=True)
@@ -153,7 +155,7 @@ def write_checkpoint(name: str, directory: Path) -> tuple[Path, list[Reference]]
     return target, references
 
 
-def _randomise(model: PreTrainedModel, embedding_scale: float) -> None:
+def _randomise(model: PreTrainedModel, embedding_scale: float, matrix_scale: float) -> None:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -162,7 +164,7 @@ def _randomise(model: PreTrainedModel, embedding_scale: float) -> None:
                 if any(part in name for part in ("embed", "wte", "tok")):
                     parameter.mul_(embedding_scale)
                 else:
-                    parameter.mul_((64 / max(parameter.shape[-1], 16)) ** 0.5)
+                    parameter.mul_(matrix_scale * (64 / max(parameter.shape[-1], 16)) ** 0.5)
             else:
                 parameter.normal_(0.0, 0.2, generator=generator)
                 if name.endswith("weight"):
@@ -196,9 +198,9 @@ def judge(name: str, directory: Path, stages: Sequence[int] = (1, 2, 3, 4)) -> V
     return Verdict(name, "exact", "")
 
 
-def run_batch(directory: Path, layers_per_stage: Sequence[int]) -> list[list[int]]:
+def run_batch(directory: Path, layers_per_stage: Sequence[int], dtype: torch.dtype = torch.float32) -> list[list[int]]:
     """Continue all prompts greedily, together in each batch, with the cache."""
-    pipeline = Pipeline(directory, layers_per_stage, num_slots=_ROOM * len(PROMPTS))
+    pipeline = Pipeline(directory, layers_per_stage, num_slots=_ROOM * len(PROMPTS), dtype=dtype)
     runs = [[(_ROOM * index, _ROOM)] for index in range(len(PROMPTS))]
     tokens = [list(prompt) for prompt in PROMPTS]
     done = [0] * len(PROMPTS)

@@ -19,6 +19,7 @@ LIGHT = [
         "costs",
         "drain_cli",
         "errors",
+        "explain",
         "fit",
         "hub",
         "json_files",
@@ -30,6 +31,7 @@ LIGHT = [
         "request",
         "request_state",
         "scheduler",
+        "step_time",
     ),
     *("bench", "bench_cli", "bench_http", "validation", "workload"),
 ]

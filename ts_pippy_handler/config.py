@@ -84,8 +84,8 @@ class PippyConfig(BaseModel):
     split: Literal["time", "memory"] | list[Int] = Field(
         "time", description="'time', 'memory' or a list of the number of layers of each stage"
     )
-    """Where to cut: stages equal in bytes read per token, the head's counted half since prompts need no logits (time),
-    equal in weights (memory), or the number of layers of each stage."""
+    """Where to cut: stages equal in predicted time, for two prompt tokens to each new one (time), equal in weights
+    (memory), or the number of layers of each stage. ``ts-pippy plan`` shows the cut and says why it is there."""
     device_memory: Literal["measured"] | Size | list[Size] | dict[Int, Size] | None = Field(
         None, description="'measured', a size such as 24GiB, a list of a size for each rank, or a map of ranks to sizes"
     )
@@ -139,6 +139,15 @@ class PippyConfig(BaseModel):
     def batch_tokens(self, *, on_cpu: bool) -> int:
         """Return ``max_batch_tokens``, or its default for the kind of device."""
         return self.max_batch_tokens or (_BATCH_TOKENS_CPU if on_cpu else _BATCH_TOKENS_GPU)
+
+    def declared_memory(self, rank: int) -> int | None:
+        """Return the bytes that ``device_memory`` declares for a rank, or None where they are measured."""
+        declared = self.device_memory
+        if isinstance(declared, list):
+            return declared[rank]
+        if isinstance(declared, dict):
+            return declared.get(rank)
+        return declared if isinstance(declared, int) else None
 
     @field_validator("input_names")
     @classmethod

@@ -1,4 +1,4 @@
-"""What the layers of a model cost: weights, what is read of them for a token, cache, and memory to compute in.
+"""What the layers of a model cost: weights, what is read of them for a token, cache, memory to compute in, and time.
 
 :mod:`~ts_pippy_handler.tracing` takes it from a traced graph; splits are chosen by it. Plain data that can be kept
 without the graph; knows no torch.
@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import msgspec
+
+from ts_pippy_handler import step_time
+from ts_pippy_handler.step_time import MIX
 
 
 class Use(enum.IntFlag):
@@ -31,24 +34,16 @@ class Unit:
     weight_bytes: int
     """Memory of the parameters."""
     read_bytes: int
-    """Bytes of parameters read to compute one token; an embedding row is next to nothing."""
-    head_bytes: int
-    """Those of ``read_bytes`` that are read only where logits are wanted: the head's."""
+    """Bytes of parameters read to compute one token, of experts those it is sent to; an embedding row is next to
+    nothing."""
+    time_cost: int
+    """Predicted nanoseconds for the batch :data:`~ts_pippy_handler.step_time.MIX`; only to be compared."""
     num_parameters: int
     kv_bytes_per_token: int
     doubled_bytes: int = 0
     """Those of ``weight_bytes`` that exist twice where linear layers read packed weights: a tied embedding."""
     work_bytes_per_row: int = 0
     """Most memory of intermediate values at a time, for each row of a batch."""
-
-    @property
-    def time_cost(self) -> int:
-        """What a stage's time per token is proportional to, where logits are wanted of every other token.
-
-        Prompt tokens need none but for the last. Counting the head in full would leave its stage idle while prompts
-        are computed, and counting it not at all while answers are.
-        """
-        return self.read_bytes - self.head_bytes // 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +60,12 @@ class LayerCosts:
     """For each layer."""
     work_bytes_per_row: Sequence[int]
     """For each layer, with what later layers need of earlier ones."""
+    windows: Sequence[int]
+    """For each layer the tokens a row attends to at most; 0 for all."""
+    num_operators: Sequence[int]
+    """Operators of each layer that compute something."""
+    row_shares: dict[str, float] = field(default_factory=dict)
+    """Part of a parameter that one row needs, where that is not all of it: experts."""
     max_positions: int | None = None
     """The model's window in tokens, if it has one."""
 
@@ -86,25 +87,40 @@ class LayerCosts:
     def growing(self, start: int, stop: int) -> Iterator[Unit]:
         """Yield the costs of the layers ``start`` … ``end`` for each ``end`` before ``stop``."""
         uses: dict[str, int] = {}
-        kv_values = work = 0
+        kv_values = attended = work = operators = 0
         for layer in range(start, stop):
             for name, use in self.uses[layer].items():
                 uses[name] = uses.get(name, 0) | use
             kv_values += self.kv_values_per_token[layer]
+            attended += self.kv_values_per_token[layer] * min(self.windows[layer] or MIX.context_len, MIX.context_len)
             work = max(work, self.work_bytes_per_row[layer])
-            yield self._unit(uses, kv_values, work)
+            operators += self.num_operators[layer]
+            sizes = {name: self.num_values[name] * self.value_bytes for name in uses}
+            yield Unit(
+                weight_bytes=sum(sizes.values()),
+                read_bytes=round(sum(sizes[name] * self._row_share(name, use) for name, use in uses.items())),
+                time_cost=self._time(uses, attended, operators),
+                num_parameters=sum(self.num_values[name] for name in uses),
+                kv_bytes_per_token=kv_values * self.value_bytes,
+                doubled_bytes=sum(sizes[name] for name, use in uses.items() if use & Use.LOOKUP and use != Use.LOOKUP),
+                work_bytes_per_row=work,
+            )
 
-    def _unit(self, uses: dict[str, int], kv_values: int, work: int) -> Unit:
-        sizes = {name: self.num_values[name] * self.value_bytes for name in uses}
-        of_head = {name for name, use in uses.items() if use & Use.LOGIT_ROWS and not use & Use.EVERY_ROW}
-        return Unit(
-            weight_bytes=sum(sizes.values()),
-            read_bytes=sum(size for name, size in sizes.items() if uses[name] != Use.LOOKUP),
-            head_bytes=sum(sizes[name] for name in of_head),
-            num_parameters=sum(self.num_values[name] for name in uses),
-            kv_bytes_per_token=kv_values * self.value_bytes,
-            doubled_bytes=sum(sizes[name] for name, use in uses.items() if use & Use.LOOKUP and use != Use.LOOKUP),
-            work_bytes_per_row=work,
+    def _row_share(self, name: str, use: int) -> float:
+        return 0.0 if use == Use.LOOKUP else self.row_shares.get(name, 1.0)
+
+    def _time(self, uses: dict[str, int], attended: int, num_operators: int) -> int:
+        """Predict the time of layers that use these parameters, and whose rows attend to so many cached values."""
+        read = multiplications = 0.0
+        for name, use in uses.items():
+            rows = MIX.num_rows if use & Use.EVERY_ROW else MIX.answer_rows
+            share = self._row_share(name, use)
+            read += self.num_values[name] * step_time.touched(share, rows)
+            multiplications += self.num_values[name] * share * rows
+        return step_time.nanoseconds(
+            read_bytes=(read + attended * MIX.answer_rows) * self.value_bytes,
+            multiplications=multiplications,
+            num_operators=num_operators,
         )
 
     def encode(self) -> bytes:

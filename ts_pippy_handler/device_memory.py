@@ -103,22 +103,13 @@ def _reclaimable_bytes() -> int:
 
 def _memory(pippy: PippyConfig, free: Sequence[int]) -> DeviceMemory:
     check_declared(pippy, len(free))
-    budgets = [_declared(pippy, rank) or int(share * _MEASURED_SHARE) for rank, share in enumerate(free)]
+    budgets = [pippy.declared_memory(rank) or int(share * _MEASURED_SHARE) for rank, share in enumerate(free)]
     return DeviceMemory(budgets=budgets, on_cpu=not torch.cuda.device_count())
-
-
-def _declared(pippy: PippyConfig, rank: int) -> int | None:
-    declared = pippy.device_memory
-    if isinstance(declared, list):
-        return declared[rank]
-    if isinstance(declared, dict):
-        return declared.get(rank)
-    return declared if isinstance(declared, int) else None
 
 
 def _warn_of_promises(pippy: PippyConfig, free: Sequence[int]) -> None:
     for rank, share in enumerate(free):
-        declared = _declared(pippy, rank)
+        declared = pippy.declared_memory(rank)
         if declared is not None and declared > share:
             logger.warning(
                 "pippy.device_memory: %s declared for rank %d, where %s are free now",

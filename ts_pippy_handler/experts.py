@@ -8,8 +8,12 @@ Source: transformers 5 ``integrations/moe.py``; ``torch.nn.functional.grouped_mm
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import fx
+
+from ts_pippy_handler.liveness import bytes_per_row, viewed
 
 _THEIRS = "transformers.grouped_mm_fallback.default"
 
@@ -47,3 +51,31 @@ def use_own_operator(graph: fx.GraphModule) -> None:
             rows, weights, *ends = node.args
             node.target = torch.ops.ts_pippy.grouped_mm.default
             node.args, node.kwargs = (rows, weights, *ends, *node.kwargs.values()), {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """How the rows of a batch choose among the experts of one operator."""
+
+    parameter: str
+    """That holds a matrix for each of them."""
+    num_experts: int
+    row_share: float
+    """Part of the experts that a row is sent to."""
+
+
+def choice(node: fx.Node) -> Choice | None:
+    """Return how a node of a traced graph chooses experts; None for all other nodes."""
+    if node.target is not torch.ops.ts_pippy.grouped_mm.default:
+        return None
+    rows, weights = node.args[:2]
+    assert isinstance(rows, fx.Node)
+    assert isinstance(weights, fx.Node)
+    num_experts, width, _ = weights.meta["val"].shape
+    value = rows.meta["val"]
+    while (source := viewed(weights)) is not None:
+        weights = source
+    copies_of_row = bytes_per_row(value) / (width * value.element_size())
+    return Choice(
+        parameter=str(weights.target), num_experts=num_experts, row_share=min(copies_of_row / num_experts, 1.0)
+    )

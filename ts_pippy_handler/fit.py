@@ -16,6 +16,7 @@ from ts_pippy_handler import partition
 from ts_pippy_handler.config import PippyConfig
 from ts_pippy_handler.costs import LayerCosts, Unit
 from ts_pippy_handler.errors import LoadError
+from ts_pippy_handler.partition import StageCost
 
 _FLOAT32_BYTES = 4
 
@@ -57,10 +58,27 @@ def need(unit: Unit, batch_tokens: int, *, packs_weights: bool) -> Need:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """How many layers each stage gets, and by what."""
+
+    sizes: list[int]
+    cost: StageCost
+    """What was made as small as possible for the stage where it is largest: ``time_cost`` or bytes; with device memory
+    and ``split: memory`` the share of it that is used. Infinite where a stage would not fit."""
+    cache_tokens: int | None = None
+    """Tokens of cache that every stage has room for; None without device memory."""
+
+
 def layers_per_stage(
     costs: LayerCosts, pippy: PippyConfig, num_stages: int, memory: DeviceMemory | None = None
 ) -> list[int]:
-    """Return how many layers each stage gets under ``pippy.split``.
+    """Return how many layers each stage gets under ``pippy.split``; see :func:`decide`."""
+    return decide(costs, pippy, num_stages, memory).sizes
+
+
+def decide(costs: LayerCosts, pippy: PippyConfig, num_stages: int, memory: DeviceMemory | None = None) -> Decision:
+    """Choose how many layers each stage gets under ``pippy.split``.
 
     With ``memory`` every stage fits its device together with its share of the cache: of ``pippy.kv_cache_tokens``, else
     of at least one full batch and half the largest cache that any split leaves room for.
@@ -69,16 +87,25 @@ def layers_per_stage(
         ConfigError: If the split does not fit the model or the number of stages.
         LoadError: If no split fits the memory, with what each stage needs and has.
     """
+    fitted = None if memory is None else _Fit(costs, pippy, memory)
     if isinstance(pippy.split, list):
         given = partition.check_split(pippy.split, num_stages, costs.num_layers)
-        if memory is not None:
-            _Fit(costs, pippy, memory).check(given)
-        return given
+        if fitted is not None:
+            return fitted.check(given)
+        return Decision(sizes=given, cost=_cost_of(costs, "time"))
     partition.check_num_stages(num_stages, costs.num_layers)
-    if memory is not None:
-        return _Fit(costs, pippy, memory).best(num_stages)
-    by_time = pippy.split == "time"
-    return partition.balance([unit.time_cost if by_time else unit.weight_bytes for unit in costs.units], num_stages)
+    if fitted is not None:
+        return fitted.best(num_stages)
+    sizes = partition.balance([_measure(unit, pippy.split) for unit in costs.units], num_stages)
+    return Decision(sizes=sizes, cost=_cost_of(costs, pippy.split))
+
+
+def _measure(unit: Unit, split: str) -> int:
+    return unit.time_cost if split == "time" else unit.weight_bytes
+
+
+def _cost_of(costs: LayerCosts, split: str) -> StageCost:
+    return lambda _, start, end: _measure(costs.cost(range(start, end)), split)
 
 
 class _Fit:
@@ -103,14 +130,10 @@ class _Fit:
         """Tokens that the cache must hold."""
         return self._pippy.kv_cache_tokens or min(self._costs.max_positions or self._batch_tokens, self._batch_tokens)
 
-    def best(self, num_stages: int) -> list[int]:
-        num_layers, budgets = self._costs.num_layers, self._budgets
-
-        def tokens(stage: int, start: int, end: int) -> int:
-            return self._needs[start][end].tokens_in(budgets[stage])
-
-        roomiest = partition.cheapest(num_layers, num_stages, lambda *layers: -tokens(*layers))
-        most = min(tokens(stage, start, end) for stage, (start, end) in enumerate(_ranges(roomiest)))
+    def best(self, num_stages: int) -> Decision:
+        num_layers = self._costs.num_layers
+        roomiest = partition.cheapest(num_layers, num_stages, lambda *layers: -self._tokens(*layers))
+        most = self._cache_tokens(roomiest)
         wanted = self._fewest_tokens
         if most < wanted:
             self._refuse(
@@ -121,18 +144,32 @@ class _Fit:
             windows = (self._costs.max_positions or most) * self._pippy.max_running_requests
             wanted = max(wanted, min(windows, most // 2))
 
+        cost = self._cost_with(wanted)
+        return self._decision(partition.cheapest(num_layers, num_stages, cost), cost)
+
+    def check(self, sizes: list[int]) -> Decision:
+        if any(self._missing_bytes(stage, *layers) > 0 for stage, layers in enumerate(ranges(sizes))):
+            self._refuse(sizes, "the given split does not fit;")
+        return self._decision(sizes, self._cost_with(self._fewest_tokens))
+
+    def _decision(self, sizes: list[int], cost: StageCost) -> Decision:
+        return Decision(sizes=sizes, cost=cost, cache_tokens=self._cache_tokens(sizes))
+
+    def _cost_with(self, num_tokens: int) -> StageCost:
         def cost(stage: int, start: int, end: int) -> float:
-            if tokens(stage, start, end) < wanted:
+            if self._tokens(stage, start, end) < num_tokens:
                 return math.inf
             if self._pippy.split == "memory":
-                return self._needs[start][end].total(wanted) / budgets[stage]
+                return self._needs[start][end].total(num_tokens) / self._budgets[stage]
             return self._units[start][end].time_cost
 
-        return partition.cheapest(num_layers, num_stages, cost)
+        return cost
 
-    def check(self, sizes: list[int]) -> None:
-        if any(self._missing_bytes(stage, *layers) > 0 for stage, layers in enumerate(_ranges(sizes))):
-            self._refuse(sizes, "the given split does not fit;")
+    def _tokens(self, stage: int, start: int, end: int) -> int:
+        return self._needs[start][end].tokens_in(self._budgets[stage])
+
+    def _cache_tokens(self, sizes: Sequence[int]) -> int:
+        return min(self._tokens(stage, start, end) for stage, (start, end) in enumerate(ranges(sizes)))
 
     def _missing_bytes(self, stage: int, start: int, end: int) -> int:
         return self._needs[start][end].total(self._fewest_tokens) - self._budgets[stage]
@@ -140,7 +177,7 @@ class _Fit:
     def _refuse(self, sizes: list[int], what: str) -> None:
         tokens = self._fewest_tokens
         stages = []
-        for stage, (start, end) in enumerate(_ranges(sizes)):
+        for stage, (start, end) in enumerate(ranges(sizes)):
             each, missing = self._needs[start][end], self._missing_bytes(stage, start, end)
             stages.append(
                 f"stage {stage} (layers {start}-{end - 1}) needs {_show(each.total(tokens))}: weights "
@@ -155,7 +192,7 @@ class _Fit:
         )
 
 
-def _ranges(sizes: Sequence[int]) -> list[tuple[int, int]]:
+def ranges(sizes: Sequence[int]) -> list[tuple[int, int]]:
     """Return first layer and the one after the last of each stage."""
     ends = [sum(sizes[: stage + 1]) for stage in range(len(sizes))]
     return [(end - size, end) for size, end in zip(sizes, ends, strict=True)]

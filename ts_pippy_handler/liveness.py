@@ -22,12 +22,12 @@ def live_bytes(graph: fx.Graph) -> dict[fx.Node, int]:
     owners: dict[fx.Node, fx.Node] = {}
     last_use: dict[fx.Node, fx.Node] = {}
     for node in nodes:
-        viewed = _viewed(node)
-        owners[node] = node if viewed is None else owners[viewed]
+        source = viewed(node)
+        owners[node] = node if source is None else owners[source]
         for used in (node, *node.all_input_nodes):
             last_use[owners[used]] = node
     freed: dict[fx.Node, int] = {}
-    sizes = {owner: 0 if owner.op == "get_attr" else _bytes_per_row(owner.meta.get("val")) for owner in last_use}
+    sizes = {owner: 0 if owner.op == "get_attr" else bytes_per_row(owner.meta.get("val")) for owner in last_use}
     for owner, node in last_use.items():
         freed[node] = freed.get(node, 0) + sizes[owner]
     found: dict[fx.Node, int] = {}
@@ -39,7 +39,7 @@ def live_bytes(graph: fx.Graph) -> dict[fx.Node, int]:
     return found
 
 
-def _viewed(node: fx.Node) -> fx.Node | None:
+def viewed(node: fx.Node) -> fx.Node | None:
     """Return the node whose memory a node's value lies in, if it is not its own."""
     source = node.args[0] if node.args else None
     if node.op != "call_function" or not isinstance(source, fx.Node):
@@ -59,9 +59,10 @@ def _dtype(node: fx.Node) -> Any:
     return getattr(first, "dtype", None)
 
 
-def _bytes_per_row(value: Any) -> int:
+def bytes_per_row(value: Any) -> int:
+    """Return the bytes of a traced value for each row of the batch; 0 if it is the same for any batch."""
     if isinstance(value, (tuple, list)):
-        return sum(map(_bytes_per_row, value))
+        return sum(map(bytes_per_row, value))
     if not isinstance(value, torch.Tensor):
         return 0
     count: Any = value.numel()

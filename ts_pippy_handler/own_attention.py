@@ -2,9 +2,9 @@
 
 Each function here takes the place of one attention module's ``forward``: it computes queries, keys and values as the
 module does, calls the operator, and finishes as the module does. What an architecture does differently is written
-down next to it. Used while tracing only; knows nothing of stages.
+down next to it; a table of positions is among that. Used while tracing only; knows nothing of stages.
 
-Source: transformers 5.24, ``models/{bloom,falcon,gpt_neo,mpt}/modeling_*.py``.
+Source: transformers 5.24, ``models/{bloom,falcon,gpt_neo,mpt,openai,xglm}/modeling_*.py``.
 """
 
 from __future__ import annotations
@@ -35,8 +35,12 @@ def let_be_built(model_type: str) -> None:
 
 def lead_to_operator(model: torch.nn.Module) -> None:
     """Replace the attention of the architectures of this module; others are left as they are."""
+    if getattr(model.config, "model_type", None) == "openai-gpt":
+        for layer, block in enumerate(model.transformer.h):  # type: ignore[union-attr, arg-type]
+            block.attn.layer_idx = layer
     for module in model.modules():
-        prepared = _ADAPTERS.get(type(module).__name__)
+        file = type(module).__module__.rpartition(".")[2]
+        prepared = _ADAPTERS.get(f"{file}.{type(module).__name__}")
         if prepared is not None:
             module.forward = types.MethodType(prepared(module), module)
 
@@ -130,11 +134,54 @@ def _mpt(module: Any) -> Callable[..., Any]:
     return forward
 
 
+def _openai_gpt(module: Any) -> Callable[..., Any]:
+    """The first GPT, which has no cache in transformers."""
+    scale = (module.split_size // module.n_head) ** -0.5 if module.scale else 1.0
+    del module.bias  # a square of the model's window, as in GPT-Neo
+
+    def forward(self: Any, x: torch.Tensor, *_: Any, **__: Any) -> list[torch.Tensor]:
+        query, key, value = (
+            each.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for each in self.c_attn(x).split(self.split_size, 2)
+        )
+        return [self.c_proj(_attend(self, self.layer_idx, query, key, value, scale))]
+
+    return forward
+
+
+def _xglm(_: Any) -> Callable[..., Any]:
+    """XGLM: queries are scaled before they meet the keys."""
+
+    def forward(self: Any, hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        query, key, value = (
+            each.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+            for each in (
+                self.q_proj(hidden_states) * self.scaling,
+                self.k_proj(hidden_states),
+                self.v_proj(hidden_states),
+            )
+        )
+        return self.out_proj(_attend(self, self.layer_idx, query, key, value, 1.0)), None
+
+    return forward
+
+
+def _xglm_positions(_: Any) -> Callable[..., Any]:
+    """XGLM's table of positions, without the branch that lets it grow beyond the model's window."""
+
+    def forward(self: Any, position_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.nn.functional.embedding(position_ids + self.offset, self.weights)
+
+    return forward
+
+
 _ADAPTERS: dict[str, Callable[[Any], Callable[..., Any]]] = {
-    "BloomAttention": _bloom,
-    "FalconAttention": _falcon,
-    "GPTNeoSelfAttention": _gpt_neo,
-    "MptAttention": _mpt,
+    "modeling_bloom.BloomAttention": _bloom,
+    "modeling_falcon.FalconAttention": _falcon,
+    "modeling_gpt_neo.GPTNeoSelfAttention": _gpt_neo,
+    "modeling_mpt.MptAttention": _mpt,
+    "modeling_openai.Attention": _openai_gpt,
+    "modeling_xglm.XGLMAttention": _xglm,
+    "modeling_xglm.XGLMSinusoidalPositionalEmbedding": _xglm_positions,
 }
 
 

@@ -11,9 +11,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ts_pippy_handler import device_memory, fit, loading
+from ts_pippy_handler import device_memory, explain, fit, loading
 from ts_pippy_handler.config import ServingConfig
 
+_WIDTH = 120
 _BAR_WIDTH = 20
 
 
@@ -27,9 +28,9 @@ class StagePlan:
     num_parameters: int
     weight_bytes: int
     read_bytes_per_token: int
-    """Bytes of weights read to compute one token of an answer."""
-    time_cost: int
-    """What ``split: time`` makes equal: bytes read per token, the head's counted half, since prompts need no logits."""
+    """Bytes of weights read to compute one token of an answer, of experts those it is sent to."""
+    time_share: float
+    """Part of the time of all stages, as predicted (``step_time.py``)."""
     kv_bytes_per_token: int
 
 
@@ -41,13 +42,15 @@ class Plan:
     dtype: str
     split: str | list[int]
     stages: list[StagePlan]
+    reason: str
+    """Why the model is cut there, in a few sentences."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as plain data."""
         return asdict(self)
 
     def as_table(self) -> str:
-        """Return the plan as a table with bars of the time each stage takes."""
+        """Return the plan as a table with bars of the time each stage takes, and the reason under it."""
         kind = self.split if isinstance(self.split, str) else "given"
         table = Table(title=f"{self.model_type}, {self.dtype}, {len(self.stages)} stages, split: {kind}")
         for column in (
@@ -60,7 +63,7 @@ class Plan:
             "share of time",
         ):
             table.add_column(column, justify="left" if column.startswith("share") else "right")
-        slowest = max(stage.time_cost for stage in self.stages)
+        slowest = max(stage.time_share for stage in self.stages)
         for stage in self.stages:
             last = stage.first_layer + stage.num_layers - 1
             table.add_row(
@@ -70,11 +73,12 @@ class Plan:
                 f"{stage.weight_bytes / 1e6:.1f}",
                 f"{stage.read_bytes_per_token / 1e6:.1f}",
                 f"{stage.kv_bytes_per_token:,}",
-                "█" * max(1, round(_BAR_WIDTH * stage.time_cost / slowest)),
+                f"{stage.time_share:6.1%} " + "█" * max(1, round(_BAR_WIDTH * stage.time_share / slowest)),
             )
-        console = Console(width=120, no_color=True)
+        console = Console(width=_WIDTH, no_color=True)
         with console.capture() as captured:
             console.print(table)
+            console.print(self.reason, highlight=False, markup=False)
         return captured.get().rstrip()
 
 
@@ -86,28 +90,28 @@ def make_plan(config: ServingConfig, num_stages: int) -> Plan:
     """
     traced = loading.trace_checkpoint(config)
     memory = device_memory.on_this_machine(config.pippy, num_stages)
-    sizes = fit.layers_per_stage(traced.costs, config.pippy, num_stages, memory)
+    decision = fit.decide(traced.costs, config.pippy, num_stages, memory)
+    layers = fit.ranges(decision.sizes)
+    units = [traced.costs.cost(range(*each)) for each in layers]
+    total = sum(unit.time_cost for unit in units)
     stages: list[StagePlan] = []
-    first = 0
-    for index, size in enumerate(sizes):
-        layers = range(first, first + size)
-        cost = traced.costs.cost(layers)
+    for index, ((first, end), cost) in enumerate(zip(layers, units, strict=True)):
         stages.append(
             StagePlan(
                 stage=index,
                 first_layer=first,
-                num_layers=size,
+                num_layers=end - first,
                 num_parameters=cost.num_parameters,
                 weight_bytes=cost.weight_bytes,
                 read_bytes_per_token=cost.read_bytes,
-                time_cost=cost.time_cost,
+                time_share=cost.time_cost / total,
                 kv_bytes_per_token=cost.kv_bytes_per_token,
             )
         )
-        first += size
     return Plan(
         model_type=str(traced.config.model_type),
         dtype=str(traced.dtype).removeprefix("torch."),
         split=config.pippy.split,
         stages=stages,
+        reason=explain.explain(traced.costs, config.pippy, memory, decision),
     )

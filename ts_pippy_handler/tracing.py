@@ -22,7 +22,7 @@ from ts_pippy_handler.config import DTYPES
 from ts_pippy_handler.conversion import Conversions
 from ts_pippy_handler.costs import LayerCosts, Use
 from ts_pippy_handler.errors import CheckpointError, UnsupportedModelError, one_line
-from ts_pippy_handler.liveness import live_bytes
+from ts_pippy_handler.liveness import live_bytes, viewed
 from ts_pippy_handler.weights import Checkpoint
 
 INPUT_NAMES = ("input_ids", "position_ids", "logit_rows")
@@ -165,10 +165,16 @@ class TracedModel:
         layers = self.layer_of()
         of_logits = _following(self.graph, "logit_rows")
         uses: list[dict[str, int]] = [{} for _ in range(self.num_layers)]
-        kv = [0] * self.num_layers
+        kv, windows, operators = ([0] * self.num_layers for _ in range(3))
+        shares: dict[str, float] = {}
         for node in self.graph.graph.nodes:
+            operators[layers[node]] += _num_operators(node)
             if is_attention(node):
-                kv[layers[node]] += attention_spec(node).values_per_token
+                spec = attention_spec(node)
+                kv[layers[node]] += spec.values_per_token
+                windows[layers[node]] = spec.window
+            elif (choice := experts.choice(node)) is not None:
+                shares[choice.parameter.removeprefix("model.")] = choice.row_share
             for source in node.all_input_nodes:
                 if source.op == "get_attr" and source.target.removeprefix("model.") in self.parameters:
                     use = Use.LOOKUP if node.target is torch.ops.aten.embedding.default else Use.EVERY_ROW
@@ -184,8 +190,19 @@ class TracedModel:
             value_bytes=self.dtype.itemsize,
             kv_values_per_token=kv,
             work_bytes_per_row=work,
+            windows=windows,
+            num_operators=operators,
+            row_shares=shares,
             max_positions=self.max_positions,
         )
+
+
+def _num_operators(node: fx.Node) -> int:
+    """Return how many operators start for a node: none for a view, one for each expert."""
+    if node.op != "call_function" or viewed(node) is not None or node.target is torch.ops.aten.sym_size.int:
+        return 0
+    choice = experts.choice(node)
+    return 1 if choice is None else choice.num_experts
 
 
 def checkpoint_dtype(config: Any) -> torch.dtype:

@@ -27,7 +27,7 @@ SLOW = {
         "minimax_m2",
     ),
     *("mpt", "olmo2", "opt (norm after, projected)", "phi", "phi3", "qwen2_moe", "qwen3_moe", "smollm3", "stablelm"),
-    *("starcoder2", "whisper"),
+    *("openai-gpt", "starcoder2", "whisper", "xglm"),
 }
 
 

@@ -35,6 +35,8 @@ def model(
         value_bytes=1,
         kv_values_per_token=[KV] * len(layers),
         work_bytes_per_row=[WORK] * len(layers),
+        windows=[1] * len(layers),
+        num_operators=[0] * len(layers),
         max_positions=window,
     )
 
@@ -61,7 +63,7 @@ def test_embedding_and_head_count_as_they_are_used() -> None:
     # A large embedding first, of which a token reads next to nothing; a large head last, which it reads whole.
     costs = model([10] * 10, embedding=100, head=80)
     assert fit.layers_per_stage(costs, pippy(split="memory"), 2) == [4, 6]
-    assert fit.layers_per_stage(costs, pippy(split="time"), 2) == [7, 3]
+    assert fit.layers_per_stage(costs, pippy(split="time"), 2) == [6, 4]
     assert fit.layers_per_stage(costs, pippy(split=[4, 6]), 2) == [4, 6]
     with pytest.raises(ConfigError, match=r"^pippy.split: \[1, 2\] adds up to 3 layers, but the model has 10; every"):
         fit.layers_per_stage(costs, pippy(split=[1, 2]), 2)
@@ -188,6 +190,25 @@ def test_a_tied_embedding_exists_twice_where_weights_are_packed(on_cpu: bool, pa
             fit.layers_per_stage(costs, pippy(pack_weights=packs), 1, limit)
     else:
         assert fit.layers_per_stage(costs, pippy(pack_weights=packs), 1, limit) == [2]
+
+
+def test_time_is_that_of_the_rows_that_need_a_weight() -> None:
+    plain = model([1000, 1000], embedding=500, head=1000).units
+    # An embedding is looked up, a head is computed for a third of the rows: less time than a layer's weights.
+    assert plain[0].time_cost == model([1000, 1000]).units[0].time_cost
+    head = plain[1].time_cost - plain[0].time_cost
+    assert 0.3 * plain[0].time_cost < head < 0.4 * plain[0].time_cost
+    # Half of the experts for each row: all are read, half is computed.
+    experts = LayerCosts(**{**vars_of(model([1000, 1000])), "row_shares": {"layer0": 0.5}}).units
+    assert 0.5 * experts[1].time_cost < experts[0].time_cost < 0.55 * experts[1].time_cost
+    assert experts[0].read_bytes == 500
+    # Tokens beyond the window are not read.
+    short, long, whole = (
+        LayerCosts(**{**vars_of(model([1000])), "windows": [window]}).units[0].time_cost for window in (8, 64, 0)
+    )
+    assert short < long < whole
+    started = LayerCosts(**{**vars_of(model([1000])), "num_operators": [3]}).units[0].time_cost
+    assert started > model([1000]).units[0].time_cost
 
 
 def vars_of(costs: LayerCosts) -> dict[str, Any]:

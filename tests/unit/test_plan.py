@@ -40,6 +40,10 @@ def test_the_stages_add_up_to_the_model(checkpoints: Checkpoints, weightless: Pa
     assert sum(stage.weight_bytes for stage in plan.stages) == 4 * total
     assert sum(stage.kv_bytes_per_token for stage in plan.stages) == 4 * (2 * 2 * 16) * 4
     assert all(stage.read_bytes_per_token <= stage.weight_bytes for stage in plan.stages)
+    assert sum(stage.time_share for stage in plan.stages) == pytest.approx(1)
+    assert plan.reason.startswith(
+        "Cut so that the slowest stage is as fast as it can be (split: time, for 2 prompt tokens "
+    )
 
 
 def test_a_split_by_hand(weightless: Path) -> None:
@@ -56,13 +60,14 @@ def stage(index: int, read: int) -> StagePlan:
         num_parameters=1_234_567,
         weight_bytes=4_938_268,
         read_bytes_per_token=read,
-        time_cost=read,
+        time_share=read / 5_000_000,
         kv_bytes_per_token=2048,
     )
 
 
 def test_as_table_and_as_data() -> None:
-    plan = Plan(model_type="llama", dtype="float16", split="memory", stages=[stage(0, 1_000_000), stage(1, 4_000_000)])
+    stages = [stage(0, 1_000_000), stage(1, 4_000_000)]
+    plan = Plan(model_type="llama", dtype="float16", split="memory", stages=stages, reason="Cut [here] for a reason.")
     table = plan.as_table().splitlines()
     assert "llama, float16, 2 stages, split: memory" in table[0]
     rows = [line for line in table if "1,234,567" in line]
@@ -70,11 +75,14 @@ def test_as_table_and_as_data() -> None:
     assert "5-9" in rows[1]
     assert [row.count("█") for row in rows] == [5, 20]
     assert all("4.9" in row and "2,048" in row for row in rows)
+    assert ["20.0%" in rows[0], "80.0%" in rows[1]] == [True, True]
+    assert table[-1] == "Cut [here] for a reason."
     data = json.loads(json.dumps(plan.as_dict()))
     assert data["stages"][1]["read_bytes_per_token"] == 4_000_000
-    assert set(data) == {"model_type", "dtype", "split", "stages"}
+    assert data["stages"][1]["time_share"] == 0.8
+    assert set(data) == {"model_type", "dtype", "split", "stages", "reason"}
 
 
 def test_the_title_of_a_split_by_hand() -> None:
-    plan = Plan(model_type="opt", dtype="float32", split=[5], stages=[stage(0, 1)])
+    plan = Plan(model_type="opt", dtype="float32", split=[5], stages=[stage(0, 1)], reason="")
     assert "opt, float32, 1 stages, split: given" in plan.as_table()

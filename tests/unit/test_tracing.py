@@ -12,8 +12,9 @@ from transformers import AutoConfig
 
 from tests.models import FAMILIES, VOCAB, WINDOW, Checkpoints
 from tests.unit.pipelines import eager, traced
-from ts_pippy_handler import splitting, tracing
+from ts_pippy_handler import splitting, step_time, tracing
 from ts_pippy_handler.errors import UnsupportedModelError
+from ts_pippy_handler.step_time import MIX
 
 
 def tiny_config(model_type: str, **settings: object) -> object:
@@ -83,8 +84,13 @@ def test_costs_add_up_to_the_model(checkpoints: Checkpoints) -> None:
     assert model.costs.units[1] == model.costs.units[2]
     assert model.costs.units[0].read_bytes == model.costs.units[1].read_bytes
     assert model.costs.units[3].read_bytes == model.costs.units[1].read_bytes + (embedding + 64) * 4
-    assert [unit.head_bytes for unit in model.costs.units] == [0, 0, 0, embedding * 4]
-    assert model.costs.units[3].time_cost == model.costs.units[3].read_bytes - embedding * 4 // 2
+    assert model.costs.num_operators[3] > model.costs.num_operators[2] == model.costs.num_operators[1] > 20
+    head_ns = step_time.nanoseconds(
+        read_bytes=(embedding + 64) * 4,
+        multiplications=embedding * MIX.answer_rows + 64 * MIX.num_rows,
+        num_operators=model.costs.num_operators[3] - model.costs.num_operators[1],
+    )
+    assert abs(model.costs.units[3].time_cost - model.costs.units[1].time_cost - head_ns) <= 2
     assert {unit.kv_bytes_per_token for unit in model.costs.units} == {2 * 2 * 16 * 4}
     assert model.costs.cost(range(4)).num_parameters == total
 
@@ -92,11 +98,24 @@ def test_costs_add_up_to_the_model(checkpoints: Checkpoints) -> None:
 def test_a_tied_matrix_costs_each_stage_that_has_it_once(checkpoints: Checkpoints) -> None:
     model = traced(checkpoints("gpt2", layers=4))
     matrix = VOCAB * 64 * 4
-    assert model.costs.cost(range(4)).head_bytes == matrix, "looked up by row and read as the head: the head counts"
+    read = [unit.read_bytes for unit in model.costs.units]
+    assert read[3] - read[2] >= matrix, "looked up by row and read as the head: the head counts"
+    assert model.costs.cost(range(4)).read_bytes == sum(read)
     parts = [model.costs.cost(range(2)), model.costs.cost(range(2, 4))]
     assert sum(part.weight_bytes for part in parts) == model.costs.cost(range(4)).weight_bytes + matrix
     assert model.aliases["lm_head.weight"] == model.aliases["transformer.wte.weight"]
     assert set(model.aliases["lm_head.weight"]) == {"lm_head.weight", "transformer.wte.weight"}
+
+
+def test_of_experts_a_row_needs_those_it_is_sent_to() -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": VOCAB}
+    config = tiny_config("mixtral", **sizes, num_local_experts=6, num_experts_per_tok=2)
+    model = tracing.trace(config, torch.float32)
+    names = [f"model.layers.{layer}.mlp.experts.{part}" for layer in range(2) for part in ("gate_up_proj", "down_proj")]
+    assert model.costs.row_shares == dict.fromkeys(names, pytest.approx(1 / 3))
+    unit, experts = model.costs.units[0], 6 * 3 * 64 * 96
+    assert unit.read_bytes == (unit.num_parameters - VOCAB * 64 - experts * 2 // 3) * 4
+    assert model.costs.num_operators[0] > 20 + 2 * 6
 
 
 def test_other_dtypes_halve_the_weights(checkpoints: Checkpoints) -> None:
