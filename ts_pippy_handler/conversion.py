@@ -30,6 +30,18 @@ class Conversion:
     """Names in the model, one for each value the graph returns."""
     graph: fx.Graph
 
+    def check_shape(self, name: str, value: torch.Tensor, shape: Sequence[int]) -> None:
+        """Check the shape of a parameter that was made.
+
+        Raises:
+            CheckpointError: If the model needs another: a source is missing, or one too many.
+        """
+        if value.shape != torch.Size(shape):
+            raise CheckpointError(
+                f"{self.sources[0]!r} and its like make a {name!r} of shape {list(value.shape)}, "
+                f"the model needs {list(shape)}"
+            )
+
     def run(self, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
         """Compute the parameters, reading each tensor when it is first needed and forgetting it after its last use.
 
@@ -131,6 +143,39 @@ def untie(model: Any, checkpoint: Checkpoint) -> None:
         setattr(model.get_submodule(owner), leaf, own)
 
 
+def check(model: Any, checkpoint: Checkpoint, conversions: Conversions) -> None:
+    """Check by names and headers, before anything is traced, that a checkpoint holds what the model is made from.
+
+    Args:
+        model: The Hugging Face model, on the meta device.
+        checkpoint: No values are read.
+        conversions: What :func:`plan` found.
+
+    Raises:
+        CheckpointError: If a weight is missing, or of another shape or kind; transformers would guess it.
+    """
+    ignored = [re.compile(each) for each in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()]
+    shapes: dict[int, tuple[list[str], torch.Size]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        shapes.setdefault(id(parameter), ([], parameter.shape))[0].extend([name, *conversions.renamed.get(name, ())])
+    for names, shape in shapes.values():
+        found = checkpoint.find(names, model.base_model_prefix)
+        if found is not None:
+            checkpoint.check(found, shape)
+        elif not any(name in conversions.converted or _matches(ignored, name) for name in names):
+            raise CheckpointError(checkpoint.where_missing(names, model.base_model_prefix))
+    for each in {id(each): each for each in conversions.converted.values()}.values():
+        for source in each.sources:
+            checkpoint.check_dtype(source)
+        made = each.run(lambda name: torch.empty(checkpoint.shape(name), device="meta"))
+        for name, value in made.items():
+            each.check_shape(name, value, model.get_parameter(name).shape)
+
+
+def _matches(patterns: Sequence[re.Pattern[str]], name: str) -> bool:
+    return any(each.search(name) for each in patterns)
+
+
 _OLD_BUFFERS = re.compile(r"rotary_emb\.inv_freq$|(^|\.)(attn|attention|self_attn|self_attention)\.(masked_)?bias$")
 """Constants of the code that old checkpoints hold: rotary frequencies, causal masks. A real bias has one axis."""
 
@@ -153,7 +198,7 @@ def unread(model: Any, checkpoint: Checkpoint, conversions: Conversions) -> list
         if name in made or own & {name, name.removeprefix(prefix), prefix + name}:
             return True
         is_old = _OLD_BUFFERS.search(name) is not None and (name.endswith("freq") or len(checkpoint.shape(name)) != 1)
-        return is_old or any(each.search(name) for each in ignored)
+        return is_old or _matches(ignored, name)
 
     return [name for name in checkpoint.names if not is_known(name)]
 

@@ -203,7 +203,7 @@ def _load_tensors(
     memory = reserve(packed.values())
     scratch = Scratch(max(sizes.values(), default=0), traced.dtype)
     for key, template in sorted(graph.module.named_parameters(), key=lambda named: -sizes[named[0]]):
-        source = WeightSource(graph.tensors.get(key, key), traced, checkpoint, template, graph.index)
+        source = WeightSource(graph.tensors.get(key, key), traced, checkpoint, template)
         packing = packed.get(key)
         value: torch.Tensor | None = None
         if packing is None or not packing.is_only_packed:

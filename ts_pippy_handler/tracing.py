@@ -278,6 +278,7 @@ def trace(config: Any, dtype: torch.dtype, checkpoint: Checkpoint | None = None)
         checkpoint: What will be loaded, which may hold two copies of a weight that the model ties.
 
     Raises:
+        CheckpointError: If the checkpoint does not hold the model's weights.
         UnsupportedModelError: If the architecture cannot be expressed that way.
     """
     if getattr(config, "is_encoder_decoder", False):
@@ -291,6 +292,7 @@ def trace(config: Any, dtype: torch.dtype, checkpoint: Checkpoint | None = None)
     model, buffers = build_without_weights(config, dtype)
     if checkpoint is not None:
         conversion.untie(model, checkpoint)
+        conversion.check(model, checkpoint, conversion.plan(model, checkpoint))
     # Every example tensor must be distinct: export takes one tensor passed twice for a single input.
     tokens, positions = (torch.zeros((1, 16), dtype=torch.long, device="meta") for _ in range(2))
     rows = torch.zeros(3, dtype=torch.long, device="meta")

@@ -26,7 +26,6 @@ class WeightSource:
         facts: All names of the model's weights, and what they may be made from.
         checkpoint: Where they are.
         template: Shape and dtype that the stage needs.
-        stage: Number of the stage, for errors.
 
     Raises:
         CheckpointError: If the tensor is missing or of another shape.
@@ -38,21 +37,16 @@ class WeightSource:
         facts: ModelFacts | TracedModel,
         checkpoint: Checkpoint,
         template: torch.Tensor,
-        stage: int,
     ) -> None:
         self._checkpoint = checkpoint
         self._converted: torch.Tensor | None = None
-        self._place = _locate(name, facts, checkpoint, stage)
+        self._place = _locate(name, facts, checkpoint)
         conversion = self._place.conversion
         if conversion is None:
             checkpoint.check(self._place.name, template.shape)
             return
         self._converted = conversion.run(lambda each: self._read(each, template.dtype))[self._place.name]
-        if self._converted.shape != template.shape:
-            raise CheckpointError(
-                f"{conversion.sources[0]!r} and its like make a {name!r} of shape {list(self._converted.shape)}, "
-                f"the model needs {list(template.shape)}"
-            )
+        conversion.check_shape(name, self._converted, template.shape)
 
     def _read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         value = torch.empty(self._checkpoint.shape(name), dtype=dtype)
@@ -74,25 +68,14 @@ class _Place:
     conversion: Conversion | None
 
 
-def _locate(name: str, facts: ModelFacts | TracedModel, checkpoint: Checkpoint, stage: int) -> _Place:
+def _locate(name: str, facts: ModelFacts | TracedModel, checkpoint: Checkpoint) -> _Place:
     names = facts.aliases.get(name, [name])
     if (found := checkpoint.find_equal(names, facts.base_model_prefix)) is not None:
         return _Place(found, None)
     for target in names:
         if (conversion := facts.conversions.converted.get(target)) is not None:
             return _Place(target, conversion)
-    raise CheckpointError(
-        f"{checkpoint.where_missing(names, facts.base_model_prefix)}, which stage {stage} needs"
-        f"{_elsewhere(name, checkpoint)}"
-    )
-
-
-def _elsewhere(name: str, checkpoint: Checkpoint) -> str:
-    """Say where a tensor may be that was not found: behind a prefix that training tools put before all names."""
-    near = next((each for each in checkpoint.names if each.endswith(f".{name}")), None)
-    if near is None:
-        return ""
-    return f"; there is {near!r}: save the weights with names that lack {near.removesuffix(name)!r}"
+    raise CheckpointError(checkpoint.where_missing(names, facts.base_model_prefix))
 
 
 def find_buffer(name: str, facts: ModelFacts | TracedModel, checkpoint: Checkpoint) -> str | None:
@@ -110,7 +93,7 @@ def needed_tensors(graph: StageGraph, facts: ModelFacts, checkpoint: Checkpoint)
     """
     needed: list[str] = []
     for key, _ in graph.module.named_parameters():
-        place = _locate(graph.tensors.get(key, key), facts, checkpoint, graph.index)
+        place = _locate(graph.tensors.get(key, key), facts, checkpoint)
         needed += [place.name] if place.conversion is None else place.conversion.sources
     for key, _ in graph.module.named_buffers():
         found = find_buffer(graph.tensors.get(key, key), facts, checkpoint)

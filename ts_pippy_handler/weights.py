@@ -62,17 +62,25 @@ class Checkpoint:
         return self._headers[name].shape
 
     def where_missing(self, names: Iterable[str], prefix: str) -> str:
-        """Return the beginning of an error about tensors that :meth:`find` does not find: which file should hold them.
+        """Return what an error about a weight that :meth:`find` does not find says: which file should hold it.
 
         Args:
-            names: Of one weight.
+            names: Of the weight.
             prefix: As for :meth:`find`.
         """
         names = list(names)
         listed = next(iter(self._find_all(names, prefix, self._listed)), None)
         if listed is not None:
             return f"{self._listed[listed]}: tensor {listed!r} is missing, although {self.entry.name} lists it"
-        return f"{self.entry}: holds no tensor {names[0]!r}"
+        # Training tools put a prefix before all names.
+        near = next((each for each in self.names for name in names if each.endswith(f".{name}")), None)
+        if near is None:
+            return f"{self.entry}: holds no tensor {names[0]!r}, which the model needs"
+        surplus = next(near.removesuffix(name) for name in names if near.endswith(f".{name}"))
+        return (
+            f"{self.entry}: holds no tensor {names[0]!r}, which the model needs; there is {near!r}: save the weights "
+            f"with names that lack {surplus!r}"
+        )
 
     def find(self, names: Iterable[str], prefix: str) -> str | None:
         """Return the first of ``names`` that the checkpoint has, as written or with ``prefix.`` added or removed."""

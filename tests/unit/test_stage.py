@@ -150,7 +150,7 @@ def test_a_tensor_that_is_nowhere(checkpoints: Checkpoints, tmp_path: Path) -> N
     tensors = load_file(file)
     del tensors["model.layers.2.mlp.down_proj.weight"]
     save_file(tensors, file, metadata={"format": "pt"})
-    message = f"{file}: holds no tensor 'model.layers.2.mlp.down_proj.weight', which stage 1 needs"
+    message = f"{file}: holds no tensor 'model.layers.2.mlp.down_proj.weight', which the model needs"
     with pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"):
         Pipeline(directory, [2, 2])
 

@@ -152,7 +152,9 @@ def test_a_tensor_that_the_index_lists_but_no_file_holds(damaged: Path) -> None:
         assert checkpoint.where_missing(asked, "model") == (
             f"{file}: tensor {NAME!r} is missing, although model.safetensors.index.json lists it"
         )
-    assert checkpoint.where_missing(["other"], "model").endswith("index.json: holds no tensor 'other'")
+    assert checkpoint.where_missing(["other"], "model").endswith(
+        "index.json: holds no tensor 'other', which the model needs"
+    )
 
 
 def test_the_files_say_what_they_hold_and_not_the_index(damaged: Path) -> None:
