@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from typing import IO, Any
 
-from ts_pippy_handler import loading, lost_ranks, process, ranks, worker
+from ts_pippy_handler import loading, lost_ranks, process, ranks, tracer, worker
 from ts_pippy_handler.config import ServingConfig
 from ts_pippy_handler.engine import Engine
 from ts_pippy_handler.errors import LoadError, PipelineError, RankLostError
@@ -113,13 +113,7 @@ class _Spawner:
         self._engine: Engine | None = None
 
     def start(self) -> Engine:
-        group = self._spawn()
-        try:
-            loaded = loading.load(group, self._config, show_progress=self._options.show_progress)
-            scheduler = make_scheduler(loaded, self._config)
-        except BaseException:
-            group.leave(is_broken=True)
-            raise
+        loaded, scheduler = self._load()
         on_death = _end_soon if self._options.ends_process else _log_death
         engine = Engine(loaded, scheduler, revive=self._revive, on_death=on_death)
         self._engine = engine
@@ -131,6 +125,21 @@ class _Spawner:
             engine.close()
             raise
         return engine
+
+    def _load(self) -> tuple[LoadedRank, Scheduler]:
+        traced = tracer.Tracing(self._config, self._num_stages)
+        try:
+            traced.check()  # before there are ranks; the trace itself goes on while they start
+            group = self._spawn()
+            try:
+                progress = self._options.show_progress
+                loaded = loading.load(group, self._config, traced=traced, show_progress=progress)
+                return loaded, make_scheduler(loaded, self._config)
+            except BaseException:
+                group.leave(is_broken=True)
+                raise
+        finally:
+            traced.close()
 
     def _spawn(self, kv_cache_tokens: int | None = None) -> ranks.Group:
         settings = self._config.model_dump(exclude_none=True)

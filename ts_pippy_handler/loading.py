@@ -54,8 +54,16 @@ class LoadedRank:
     """Tells the watchdog when this rank works."""
 
 
-def load(group: Group, config: ServingConfig, *, show_progress: bool = False) -> LoadedRank:
+def load(
+    group: Group, config: ServingConfig, *, traced: tracer.Tracing | None = None, show_progress: bool = False
+) -> LoadedRank:
     """Load this rank's stage, together with all ranks of ``group``.
+
+    Args:
+        group: The ranks.
+        config: The checked configuration.
+        traced: On rank 0, the model if its tracing has begun already.
+        show_progress: Whether a progress bar is shown.
 
     Raises:
         LoadError: On every rank, with the reason of each rank that failed.
@@ -65,7 +73,7 @@ def load(group: Group, config: ServingConfig, *, show_progress: bool = False) ->
     stages: list[bytes] = []
     try:
         memory = device_memory.agree(group, config.pippy)
-        stage, facts, stages = _load_stage(group, config, memory, show_progress=show_progress)
+        stage, facts, stages = _load_stage(group, config, memory, traced, show_progress=show_progress)
     except Exception as caught:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         error = caught
     group.outcome("loaded", error)
@@ -131,15 +139,23 @@ def rejoin(loaded: LoadedRank, group: Group, config: ServingConfig) -> LoadedRan
 
 
 def trace_checkpoint(config: ServingConfig, checkpoint: Checkpoint | None = None) -> tracing.TracedModel:
-    """Trace the model a configuration names, in the configured dtype or the checkpoint's own.
+    """Trace the model a configuration names, as :func:`build_model` builds it."""
+    return build_model(config, checkpoint).trace()
+
+
+def build_model(config: ServingConfig, checkpoint: Checkpoint | None = None) -> tracing.Untraced:
+    """Build the model a configuration names without weights, in the configured dtype or the checkpoint's own.
 
     Args:
         config: Names the model.
         checkpoint: Its tensors, where it will be loaded.
+
+    Raises:
+        LoadError: If it cannot be built, or the checkpoint does not hold it.
     """
     read = read_model_config(config)
     name = config.handler.torch_dtype_name
-    return tracing.trace(read, tracing.checkpoint_dtype(read) if name is None else getattr(torch, name), checkpoint)
+    return tracing.build(read, tracing.checkpoint_dtype(read) if name is None else getattr(torch, name), checkpoint)
 
 
 def read_model_config(config: ServingConfig) -> Any:
@@ -148,7 +164,9 @@ def read_model_config(config: ServingConfig) -> Any:
     return model_config.read_config(handler.model_path, trust_remote_code=handler.trust_remote_code)
 
 
-def _receive_stage(group: Group, config: ServingConfig, memory: DeviceMemory | None) -> tuple[list[bytes], bytes]:
+def _receive_stage(
+    group: Group, config: ServingConfig, memory: DeviceMemory | None, traced: tracer.Tracing | None
+) -> tuple[list[bytes], bytes]:
     """Return this rank's stage; rank 0 has the model traced and hands the stages out.
 
     Returns:
@@ -163,7 +181,10 @@ def _receive_stage(group: Group, config: ServingConfig, memory: DeviceMemory | N
             raise LoadError("rank 0 could not trace the model")
         return [], own
     try:
-        stages = tracer.trace_stages(config, group.place.world_size, memory)
+        if traced is None:
+            stages = tracer.trace_stages(config, group.place.world_size, memory)
+        else:
+            stages = traced.stages(memory)
     except BaseException:  # whatever it is, the other ranks must not wait
         group.hand_out("stage", [b""] * group.place.world_size)
         raise
@@ -172,11 +193,16 @@ def _receive_stage(group: Group, config: ServingConfig, memory: DeviceMemory | N
 
 
 def _load_stage(
-    group: Group, config: ServingConfig, memory: DeviceMemory | None, *, show_progress: bool
+    group: Group,
+    config: ServingConfig,
+    memory: DeviceMemory | None,
+    traced: tracer.Tracing | None,
+    *,
+    show_progress: bool,
 ) -> tuple[Stage, ModelFacts, list[bytes]]:
     place = group.place
     set_threads(place, config.pippy.threads_per_rank)
-    stages, own = _receive_stage(group, config, memory)
+    stages, own = _receive_stage(group, config, memory, traced)
     checkpoint = Checkpoint(config.handler.model_path, config.handler.index_filename)
     graph, facts = decode_stage(own)
     if facts.unread:

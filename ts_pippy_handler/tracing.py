@@ -10,6 +10,7 @@ Source: ``torch.export``.
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -269,8 +270,51 @@ def _trained_positions(config: Any) -> list[int]:
     return [length for length in lengths if isinstance(length, int)]
 
 
-def trace(config: Any, dtype: torch.dtype, checkpoint: Checkpoint | None = None) -> TracedModel:
-    """Export the causal language model of ``config`` as one graph over a packed row of tokens.
+@dataclass(kw_only=True)
+class Untraced:
+    """A Hugging Face model without weights, which its checkpoint has been found to hold."""
+
+    model: Any
+    config: Any
+    buffers: dict[str, torch.Tensor]
+    """Values of buffers as the model's own code computes them."""
+    conversions: Conversions = field(default_factory=Conversions)
+    unread: list[str] = field(default_factory=list)
+
+    def trace(self) -> TracedModel:
+        """Export the model as one graph over a packed row of tokens.
+
+        Raises:
+            UnsupportedModelError: If the architecture cannot be expressed that way.
+        """
+        kind = self.config.model_type
+        # Every example tensor must be distinct: export takes one tensor passed twice for a single input.
+        tokens, positions = (torch.zeros((1, 16), dtype=torch.long, device="meta") for _ in range(2))
+        rows = torch.zeros(3, dtype=torch.long, device="meta")
+        num_tokens, num_rows = (torch.export.Dim(name, min=2, max=_MAX_DIM) for name in ("T", "R"))
+        shapes = ({1: num_tokens}, {1: num_tokens}, {0: num_rows})
+        try:
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                program = torch.export.export(
+                    _Packed(self.model), (tokens, positions, rows), dynamic_shapes=shapes, strict=False
+                )
+        except UnsupportedModelError:
+            raise
+        except Exception as error:
+            reason = one_line(error)
+            if reason.startswith("Constraints violated"):
+                reason = "its code treats texts of different lengths differently, as state-space and chunked layers do"
+            raise UnsupportedModelError(f"{kind}: cannot be traced: {reason}") from error
+        graph = program.module(check_guards=False)
+        _clean(graph)
+        traced = TracedModel(graph, self.model, self.config, self.buffers)
+        traced.conversions, traced.unread = self.conversions, self.unread
+        return traced
+
+
+def build(config: Any, dtype: torch.dtype, checkpoint: Checkpoint | None = None) -> Untraced:
+    """Build the causal language model of ``config``, and check that a checkpoint holds its weights.
 
     Args:
         config: Of transformers.
@@ -279,7 +323,7 @@ def trace(config: Any, dtype: torch.dtype, checkpoint: Checkpoint | None = None)
 
     Raises:
         CheckpointError: If the checkpoint does not hold the model's weights.
-        UnsupportedModelError: If the architecture cannot be expressed that way.
+        UnsupportedModelError: If it is no plain causal language model.
     """
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{config.model_type}: encoder-decoder models cannot be split")
@@ -290,30 +334,18 @@ def trace(config: Any, dtype: torch.dtype, checkpoint: Checkpoint | None = None)
             "only float32, float16 and bfloat16 weights can be served"
         )
     model, buffers = build_without_weights(config, dtype)
+    untraced = Untraced(model=model, config=config, buffers=buffers)
     if checkpoint is not None:
         conversion.untie(model, checkpoint)
-        conversion.check(model, checkpoint, conversion.plan(model, checkpoint))
-    # Every example tensor must be distinct: export takes one tensor passed twice for a single input.
-    tokens, positions = (torch.zeros((1, 16), dtype=torch.long, device="meta") for _ in range(2))
-    rows = torch.zeros(3, dtype=torch.long, device="meta")
-    num_tokens, num_rows = (torch.export.Dim(name, min=2, max=_MAX_DIM) for name in ("T", "R"))
-    shapes = ({1: num_tokens}, {1: num_tokens}, {0: num_rows})
-    try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            program = torch.export.export(
-                _Packed(model), (tokens, positions, rows), dynamic_shapes=shapes, strict=False
-            )
-    except UnsupportedModelError:
-        raise
-    except Exception as error:
-        reason = one_line(error)
-        if reason.startswith("Constraints violated"):
-            reason = "its code treats texts of different lengths differently, as state-space and chunked layers do"
-        raise UnsupportedModelError(f"{config.model_type}: cannot be traced: {reason}") from error
-    graph = program.module(check_guards=False)
-    _clean(graph)
-    return TracedModel(graph, model, config, buffers)
+        untraced.conversions = conversion.plan(model, checkpoint)
+        conversion.check(model, checkpoint, untraced.conversions)
+        untraced.unread = conversion.unread(model, checkpoint, untraced.conversions)
+    return untraced
+
+
+def trace(config: Any, dtype: torch.dtype, checkpoint: Checkpoint | None = None) -> TracedModel:
+    """Build a model and trace it, as :func:`build` and :meth:`Untraced.trace`."""
+    return build(config, dtype, checkpoint).trace()
 
 
 def _clean(graph: fx.GraphModule) -> None:

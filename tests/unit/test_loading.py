@@ -86,7 +86,7 @@ def test_with_declared_memory_the_cache_takes_the_rest(gpt2: Path) -> None:
         gpt2, max_batch_tokens=512, device_memory=[fixed + 900 * per_token]
     )  # the layers' costs and the trace are found again
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading.tracer.subprocess, "run", None)
+        patch.setattr(loading.tracer.subprocess, "Popen", None)
         assert loading.load(Group(ALONE), kept).num_slots == 896
 
 

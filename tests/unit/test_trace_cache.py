@@ -113,7 +113,7 @@ def test_the_oldest_are_forgotten(model: Path, folder: Path, monkeypatch: pytest
 def test_a_kept_trace_spares_tracing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stages = tracer.trace_stages(config(model), 2)
     assert len(stages) == 2
-    monkeypatch.setattr(tracer.subprocess, "run", lambda *args, **kwargs: pytest.fail("traced again"))
+    monkeypatch.setattr(tracer.subprocess, "Popen", lambda *args, **kwargs: pytest.fail("traced again"))
     assert tracer.trace_stages(config(model), 2) == stages
 
 
