@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.command import generate, ts_pippy
 from tests.models import WINDOW, Checkpoints, byte_tokenizer, copy_checkpoint
@@ -171,12 +174,51 @@ def test_a_missing_model_is_one_readable_line_and_debug_shows_more(tmp_path: Pat
     assert "Traceback" in done.stderr
 
 
-def test_a_damaged_shard_is_one_readable_line_from_several_ranks(checkpoints: Checkpoints, tmp_path: Path) -> None:
+DAMAGED = "model.layers.3.mlp.down_proj.weight"
+"""A tensor that the last stage needs."""
+DAMAGES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor | None], str]] = {
+    "missing": (lambda _: None, "is missing, although model.safetensors.index.json lists it"),
+    "of another shape": (lambda tensor: tensor[:-1].clone(), "has shape"),
+    "of numbers that are no weights": (lambda tensor: tensor.to(torch.int8), "is of dtype"),
+}
+
+
+def damage(model: Path, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Path:
+    """Change a tensor of a checkpoint, or leave it out, and return its file."""
+    file = next(file for file in model.glob("*.safetensors") if DAMAGED in load_file(file))
+    tensors = load_file(file)
+    changed = change(tensors.pop(DAMAGED))
+    save_file(tensors | ({} if changed is None else {DAMAGED: changed}), file, metadata={"format": "pt"})
+    return file
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_tensor_is_one_readable_line_before_there_are_ranks(
+    checkpoints: Checkpoints, tmp_path: Path, kind: str
+) -> None:
+    model = copy_checkpoint(checkpoints("llama"), tmp_path / "damaged")
+    change, reason = DAMAGES[kind]
+    file = damage(model, change)
+    error = ts_pippy("generate", model, "--stages", 2, *IDS, timeout_s=60).error()
+    assert error.startswith(f"ts-pippy: error: {file}: tensor {DAMAGED!r} {reason}"), "not 'rank 1: …'"
+
+
+def test_a_damaged_file_is_one_readable_line_before_there_are_ranks(checkpoints: Checkpoints, tmp_path: Path) -> None:
     model = copy_checkpoint(checkpoints("llama"), tmp_path / "damaged")
     shard = sorted(model.glob("*.safetensors"))[-1]
     shard.write_bytes(shard.read_bytes()[:-100])
-    error = ts_pippy("generate", model, "--stages", 2, *IDS, timeout_s=120).error()
-    assert shard.name in error
+    error = ts_pippy("generate", model, "--stages", 2, *IDS, timeout_s=60).error()
+    assert error.startswith(f"ts-pippy: error: {shard}: unreadable or truncated: ")
+
+
+def test_with_a_kept_trace_the_rank_that_needs_a_damaged_tensor_names_it(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    model = copy_checkpoint(checkpoints("llama"), tmp_path / "damaged")
+    generate(model, 2, [[1, 2, 3]], "--max-new-tokens", 1)
+    file = damage(model, DAMAGES["of another shape"][0])
+    error = ts_pippy("generate", model, "--stages", 2, "--dtype", "float32", *IDS, timeout_s=60).error()
+    assert f"rank 1: {file}: tensor {DAMAGED!r} has shape" in error
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 143)])
