@@ -48,7 +48,7 @@ _SMALL: dict[str, Any] = {
     "attention_types": [[["global", "local"], 2]],
     **dict.fromkeys("moe_intermediate_size shared_expert_intermediate_size expert_intermediate_size".split(), 32),
     **dict.fromkeys("num_experts num_local_experts n_routed_experts moe_num_experts".split(), 4),
-    **dict.fromkeys("num_experts_per_tok moe_k".split(), 2),
+    **dict.fromkeys("num_experts_per_tok moe_k index_num_heads".split(), 2),
     **dict.fromkeys("n_shared_experts num_shared_experts n_group topk_group first_k_dense_replace".split(), 1),
     **dict.fromkeys("q_lora_rank kv_lora_rank hidden_size_per_layer_input".split(), 16),
     **dict.fromkeys("qk_rope_head_dim qk_nope_head_dim rotary_dim".split(), 8),

@@ -4,7 +4,7 @@ Each function here takes the place of one attention module's ``forward``: it com
 module does, calls the operator, and finishes as the module does. What an architecture does differently is written
 down next to it; a table of positions is among that. Used while tracing only; knows nothing of stages.
 
-Source: transformers 5.24, ``models/{bloom,falcon,gpt_neo,mpt,openai,xglm}/modeling_*.py``.
+Source: transformers 5.24 and 5.25, ``models/{bloom,falcon,gpt_neo,mpt,openai,xglm}/modeling_*.py``.
 """
 
 from __future__ import annotations
@@ -30,14 +30,21 @@ def let_be_built(model_type: str) -> None:
     elif model_type == "falcon":
         from transformers.models.falcon import modeling_falcon
 
-        modeling_falcon.FALCON_ATTENTION_CLASSES[ATTENTION_NAME] = modeling_falcon.FalconAttention
+        # Up to transformers 5.24; later ones have one class for every attention.
+        classes = getattr(modeling_falcon, "FALCON_ATTENTION_CLASSES", None)
+        if classes is not None:
+            classes[ATTENTION_NAME] = modeling_falcon.FalconAttention
 
 
 def lead_to_operator(model: torch.nn.Module) -> None:
     """Replace the attention of the architectures of this module; others are left as they are."""
-    if getattr(model.config, "model_type", None) == "openai-gpt":
+    model_type = getattr(model.config, "model_type", None)
+    if model_type == "openai-gpt":
         for layer, block in enumerate(model.transformer.h):  # type: ignore[union-attr, arg-type]
             block.attn.layer_idx = layer
+    elif model_type == "falcon":
+        # The bias is ours to add; from transformers 5.25 on the model adds it to the mask, which a trace has none of.
+        model.transformer.use_alibi = False  # type: ignore[union-attr]
     for module in model.modules():
         file = type(module).__module__.rpartition(".")[2]
         prepared = _ADAPTERS.get(f"{file}.{type(module).__name__}")
@@ -85,7 +92,7 @@ def _falcon(module: Any) -> Callable[..., Any]:
             mixed = mixed.unflatten(-1, (self.num_heads + 2, self.head_dim))
             heads = mixed[..., :-2, :], mixed[..., -2:-1, :], mixed[..., -1:, :]
         else:
-            heads = self._split_heads(mixed)
+            heads = mixed.unflatten(-1, (self.num_heads, 3, self.head_dim)).unbind(-2)
         query, key, value = (each.transpose(1, 2) for each in heads)
         if not self.config.alibi:
             assert position_embeddings is not None

@@ -192,6 +192,11 @@ def damage(model: Path, change: Callable[[torch.Tensor], torch.Tensor | None]) -
     return file
 
 
+def without_traces(tmp_path: Path) -> dict[str, str]:
+    """Return the environment of a command that finds no trace which an earlier test has kept."""
+    return {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+
+
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_a_damaged_tensor_is_one_readable_line_before_there_are_ranks(
     checkpoints: Checkpoints, tmp_path: Path, kind: str
@@ -199,7 +204,7 @@ def test_a_damaged_tensor_is_one_readable_line_before_there_are_ranks(
     model = copy_checkpoint(checkpoints("llama"), tmp_path / "damaged")
     change, reason = DAMAGES[kind]
     file = damage(model, change)
-    error = ts_pippy("generate", model, "--stages", 2, *IDS, timeout_s=60).error()
+    error = ts_pippy("generate", model, "--stages", 2, *IDS, timeout_s=60, environment=without_traces(tmp_path)).error()
     assert error.startswith(f"ts-pippy: error: {file}: tensor {DAMAGED!r} {reason}"), "not 'rank 1: …'"
 
 
@@ -207,7 +212,7 @@ def test_a_damaged_file_is_one_readable_line_before_there_are_ranks(checkpoints:
     model = copy_checkpoint(checkpoints("llama"), tmp_path / "damaged")
     shard = sorted(model.glob("*.safetensors"))[-1]
     shard.write_bytes(shard.read_bytes()[:-100])
-    error = ts_pippy("generate", model, "--stages", 2, *IDS, timeout_s=60).error()
+    error = ts_pippy("generate", model, "--stages", 2, *IDS, timeout_s=60, environment=without_traces(tmp_path)).error()
     assert error.startswith(f"ts-pippy: error: {shard}: unreadable or truncated: ")
 
 
