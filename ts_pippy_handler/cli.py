@@ -7,6 +7,7 @@ go to standard output, and nothing else does.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from ts_pippy_handler.completion import Answer
     from ts_pippy_handler.generator import Prompt, Wishes
     from ts_pippy_handler.launch import SpawnOptions
+    from ts_pippy_handler.text import Tokenizer
 
 _STDERR = 2  # the descriptor: the other ranks' output, whatever it is, must not reach standard output
 
@@ -231,9 +233,8 @@ def _spawn_options(options: argparse.Namespace) -> SpawnOptions:
 
 def _generate(options: argparse.Namespace) -> int:
     # Imported here, so that --help and mistakes in the options need not wait seconds for torch.
-    from ts_pippy_handler import launch, loading
+    from ts_pippy_handler import launch, loading, tracer
     from ts_pippy_handler.generator import Generator
-    from ts_pippy_handler.text import Tokenizer
 
     if not options.prompts:
         raise ConfigError("nothing to generate from: give --prompt TEXT or --input-ids '[1,2,3]'")
@@ -241,10 +242,10 @@ def _generate(options: argparse.Namespace) -> int:
     wishes = _wishes(options)
     prompts = [_prompt(each) for each in options.prompts]
     loading.check_early(config, options.stages)
-    tokenizer = Tokenizer.load(config.handler.model_path)
-    if tokenizer is None and any(isinstance(each, str) for each in options.prompts):
-        raise InvalidRequestError(f"{options.model_dir} has no tokenizer, so --prompt cannot be read; use --input-ids")
-    engine = launch.start_spawned(config, options.stages, _spawn_options(options))
+    # Tracing begins before the tokenizer is loaded: both import transformers, which takes seconds.
+    with contextlib.closing(tracer.Tracing(config, options.stages)) as tracing:
+        tokenizer = _tokenizer(options, config)
+        engine = launch.start_spawned(config, options.stages, _spawn_options(options), tracing)
     try:
         generator = Generator(engine, tokenizer, config.handler)
         completions = generator.submit_all(prompts, wishes)
@@ -256,6 +257,15 @@ def _generate(options: argparse.Namespace) -> int:
         engine.close()
     _print_answers(options, answers)
     return 0
+
+
+def _tokenizer(options: argparse.Namespace, config: ServingConfig) -> Tokenizer | None:
+    from ts_pippy_handler.text import Tokenizer
+
+    tokenizer = Tokenizer.load(config.handler.model_path)
+    if tokenizer is None and any(isinstance(each, str) for each in options.prompts):
+        raise InvalidRequestError(f"{options.model_dir} has no tokenizer, so --prompt cannot be read; use --input-ids")
+    return tokenizer
 
 
 def _wishes(options: argparse.Namespace) -> Wishes:

@@ -7,6 +7,7 @@ that one token went through all stages. Knows no text and no TorchServe.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -47,13 +48,19 @@ class SpawnOptions:
     """Whether this process ends when ranks cannot be kept alive, for a server to start it anew."""
 
 
-def start_spawned(config: ServingConfig, num_stages: int, options: SpawnOptions | None = None) -> Engine:
+def start_spawned(
+    config: ServingConfig,
+    num_stages: int,
+    options: SpawnOptions | None = None,
+    tracing: tracer.Tracing | None = None,
+) -> Engine:
     """Serve with this process as rank 0 and ``num_stages - 1`` children.
 
     Args:
         config: The checked configuration.
         num_stages: Number of stages, one rank each.
         options: Output of the children, and what becomes of this process.
+        tracing: The model, if its tracing has begun already; closed here.
 
     Raises:
         LoadError: If the configuration is wrong or a rank fails to load.
@@ -61,7 +68,7 @@ def start_spawned(config: ServingConfig, num_stages: int, options: SpawnOptions 
     options = options or SpawnOptions()
     process.share_memory_arena()
     loading.check_early(config, num_stages)
-    return _Spawner(config, num_stages, options).start()
+    return _Spawner(config, num_stages, options).start(tracing or tracer.Tracing(config, num_stages))
 
 
 def start_joined(config: ServingConfig, group: ranks.Group) -> Engine | None:
@@ -112,8 +119,8 @@ class _Spawner:
         self._revivals: list[float] = []
         self._engine: Engine | None = None
 
-    def start(self) -> Engine:
-        loaded, scheduler = self._load()
+    def start(self, tracing: tracer.Tracing) -> Engine:
+        loaded, scheduler = self._load(tracing)
         on_death = _end_soon if self._options.ends_process else _log_death
         engine = Engine(loaded, scheduler, revive=self._revive, on_death=on_death)
         self._engine = engine
@@ -126,20 +133,17 @@ class _Spawner:
             raise
         return engine
 
-    def _load(self) -> tuple[LoadedRank, Scheduler]:
-        traced = tracer.Tracing(self._config, self._num_stages)
-        try:
-            traced.check()  # before there are ranks; the trace itself goes on while they start
+    def _load(self, tracing: tracer.Tracing) -> tuple[LoadedRank, Scheduler]:
+        with contextlib.closing(tracing):
+            tracing.check()  # before there are ranks; the trace itself goes on while they start
             group = self._spawn()
             try:
                 progress = self._options.show_progress
-                loaded = loading.load(group, self._config, traced=traced, show_progress=progress)
+                loaded = loading.load(group, self._config, traced=tracing, show_progress=progress)
                 return loaded, make_scheduler(loaded, self._config)
             except BaseException:
                 group.leave(is_broken=True)
                 raise
-        finally:
-            traced.close()
 
     def _spawn(self, kv_cache_tokens: int | None = None) -> ranks.Group:
         settings = self._config.model_dump(exclude_none=True)
