@@ -9,20 +9,32 @@ Source: transformers 5.24 and 5.25, ``models/{bloom,falcon,gpt_neo,mpt,openai,xg
 
 from __future__ import annotations
 
+import contextlib
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from ts_pippy_handler.attention import ATTENTION_NAME, attention_op
+from ts_pippy_handler.errors import UnsupportedModelError
 
+_TESTED = "5.24 and 5.25"
 _SLOPES = "ts_pippy_slopes"  # a buffer of the attention module: its value travels with the trace like any other
 
 
 def let_be_built(model_type: str) -> None:
-    """Let a model be built with our attention, where its code looks the module up by the name of the attention."""
+    """Let a model be built with our attention, where its code looks the module up by the name of the attention.
+
+    Raises:
+        UnsupportedModelError: If the installed transformers has not the parts of the model that this module replaces.
+    """
+    with _known_parts(model_type):
+        _let_be_built(model_type)
+
+
+def _let_be_built(model_type: str) -> None:
     if model_type == "gpt_neo":
         from transformers.models.gpt_neo import modeling_gpt_neo
 
@@ -37,8 +49,30 @@ def let_be_built(model_type: str) -> None:
 
 
 def lead_to_operator(model: torch.nn.Module) -> None:
-    """Replace the attention of the architectures of this module; others are left as they are."""
-    model_type = getattr(model.config, "model_type", None)
+    """Replace the attention of the architectures of this module; others are left as they are.
+
+    Raises:
+        UnsupportedModelError: If the installed transformers has not the parts of the model that this module replaces.
+    """
+    model_type = str(getattr(model.config, "model_type", None))
+    with _known_parts(model_type):
+        _lead_to_operator(model, model_type)
+
+
+@contextlib.contextmanager
+def _known_parts(model_type: str) -> Iterator[None]:
+    try:
+        yield
+    except (AttributeError, ImportError, KeyError) as error:
+        import transformers
+
+        raise UnsupportedModelError(
+            f"{model_type}: its attention is adapted to transformers {_TESTED}, and in the installed "
+            f"{transformers.__version__} a part of it is missing ({error}); install one of the former"
+        ) from error
+
+
+def _lead_to_operator(model: torch.nn.Module, model_type: str) -> None:
     if model_type == "openai-gpt":
         for layer, block in enumerate(model.transformer.h):  # type: ignore[union-attr, arg-type]
             block.attn.layer_idx = layer
