@@ -140,6 +140,10 @@ class PippyConfig(BaseModel):
         """Return ``max_batch_tokens``, or its default for the kind of device."""
         return self.max_batch_tokens or (_BATCH_TOKENS_CPU if on_cpu else _BATCH_TOKENS_GPU)
 
+    def batches_in_flight(self, world_size: int) -> int:
+        """Return ``chunks``, or its default: one batch for each stage."""
+        return self.chunks or world_size
+
     def declared_memory(self, rank: int) -> int | None:
         """Return the bytes that ``device_memory`` declares for a rank, or None where they are measured."""
         declared = self.device_memory

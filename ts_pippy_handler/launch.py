@@ -96,7 +96,7 @@ def make_scheduler(loaded: LoadedRank, config: ServingConfig) -> Scheduler:
         max_batch_tokens=pippy.batch_tokens(on_cpu=loaded.stage.device.type == "cpu"),
         max_running=pippy.max_running_requests,
         max_waiting=pippy.max_waiting_requests,
-        num_in_flight=pippy.chunks or loaded.group.place.world_size,
+        num_in_flight=pippy.batches_in_flight(loaded.group.place.world_size),
     )
     allocator = BlockAllocator(loaded.num_slots // pippy.block_size, pippy.block_size)
     defaults = read_defaults(config.handler.model_path)

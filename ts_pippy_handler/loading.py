@@ -84,7 +84,7 @@ def load(
     _allocate_cache(group, stage, num_slots)
     if config.pippy.compile:
         _compile(group, stage)
-    transport = Transport(stage.device, config.pippy.step_timeout) if group.store is not None else None
+    transport = _transport(group, stage, config) if group.store is not None else None
     keep_freed_memory()  # not before the weights are read, whose buffers come back in other sizes
     logger.info(
         "rank %d: stage %d of %d, layers %d-%d, %.1f MB of weights, cache of %d tokens, %s, %d threads, %.1f s, "
@@ -130,12 +130,17 @@ def rejoin(loaded: LoadedRank, group: Group, config: ServingConfig) -> LoadedRan
     return LoadedRank(
         group=group,
         stage=loaded.stage,
-        transport=Transport(loaded.stage.device, config.pippy.step_timeout),
+        transport=_transport(group, loaded.stage, config),
         num_slots=loaded.num_slots,
         max_len=loaded.max_len,
         vocab_size=loaded.vocab_size,
         stages=loaded.stages,
     )
+
+
+def _transport(group: Group, stage: Stage, config: ServingConfig) -> Transport:
+    in_flight = config.pippy.batches_in_flight(group.place.world_size)
+    return Transport(stage.device, config.pippy.step_timeout, in_flight)
 
 
 def trace_checkpoint(config: ServingConfig, checkpoint: Checkpoint | None = None) -> tracing.TracedModel:

@@ -18,6 +18,7 @@ Knows tensors and their order; knows nothing of scheduling or of who started the
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from time import monotonic
@@ -37,9 +38,15 @@ _decoder = msgspec.msgpack.Decoder(Batch)
 
 
 class Transport:
-    """One rank's end of the data plane. Used by one thread."""
+    """One rank's end of the data plane. Used by one thread.
 
-    def __init__(self, device: torch.device, step_timeout_s: float) -> None:
+    Args:
+        device: Of the stage.
+        step_timeout_s: Seconds that a step may take on a rank.
+        num_in_flight: Batches that are under way at the same time, at most.
+    """
+
+    def __init__(self, device: torch.device, step_timeout_s: float, num_in_flight: int) -> None:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self._device = device
@@ -49,10 +56,14 @@ class Transport:
         on_gpu = device.type == "cuda" and torch.cuda.device_count() >= self.world_size
         self._nccl = dist.new_group(backend="nccl", timeout=self._timeout) if on_gpu else None
         self._wire_device = device if on_gpu else torch.device("cpu")
-        self._pending: list[tuple[dist.Work, torch.Tensor]] = []
+        self._num_in_flight = num_in_flight
+        self._sent: deque[list[tuple[dist.Work, torch.Tensor]]] = deque([[]])
+        """What was sent for each of the last batches: a tensor must live until its peer has taken it."""
 
     def send_batch(self, batch: Batch | None) -> None:
         """Tell every other rank of the next batch; None ends their loops."""
+        if batch is not None:
+            self._begin_batch()
         payload = b"" if batch is None else _encoder.encode(batch)
         size = torch.tensor([len(payload)])
         body = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else None
@@ -69,6 +80,7 @@ class Transport:
             return None
         body = torch.empty(int(size), dtype=torch.uint8)
         self._receive(body, 0, _CONTROL)
+        self._begin_batch()
         return _decoder.decode(body.numpy().tobytes())
 
     def send_values(self, specs: Sequence[WireValue], values: Mapping[str, torch.Tensor]) -> None:
@@ -132,15 +144,27 @@ class Transport:
         self._receive(logits, last, _DATA)
         return token_ids, logprobs, logits.cpu()
 
+    def _begin_batch(self) -> None:
+        """Let go of what was sent for the batch that must have been answered before this one could begin.
+
+        Its messages have all been taken, so this does not wait. (A gloo send never says that it is completed:
+        ``is_completed`` stays false until somebody waits.)
+        """
+        self._sent.append([])
+        while len(self._sent) > self._num_in_flight:
+            for work, _ in self._sent.popleft():
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    raise RankLostError(f"a rank stopped answering: {one_line(error, 200)}") from error
+
     def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
-        # The tensor must live until the peer has taken it; what has been taken is dropped here.
-        self._pending = [(work, kept) for work, kept in self._pending if not work.is_completed()]
         try:
             work = dist.isend(tensor, peer, group=self._group(tag), tag=tag)
         except RuntimeError as error:
             raise RankLostError(f"rank {peer} cannot be reached: {one_line(error, 200)}") from error
         if work is not None:
-            self._pending.append((work, tensor))
+            self._sent[-1].append((work, tensor))
 
     def _receive(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
         started = monotonic()

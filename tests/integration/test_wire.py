@@ -6,12 +6,14 @@ What torch itself does not withstand is said in docs/architecture.md, and is no 
 from __future__ import annotations
 
 import contextlib
+import gc
 import queue
 import socket
 from collections.abc import Iterator
 
 import psutil
 import pytest
+import torch
 
 from tests.models import Checkpoints
 from ts_pippy_handler import launch
@@ -54,6 +56,16 @@ def ports_of(pids: list[int]) -> dict[tuple[str, int], int]:
             if each.status == psutil.CONN_LISTEN:
                 found[(each.laddr.ip, each.laddr.port)] = rank
     return found
+
+
+def test_nothing_that_was_sent_is_kept(engine: Engine) -> None:
+    counts = []
+    for _ in range(3):
+        for _ in range(5):
+            tokens_of(engine)
+        gc.collect()
+        counts.append(sum(type(each) is torch.Tensor for each in gc.get_objects()))
+    assert counts[2] - counts[1] < NEW_TOKENS, f"tensors after 5, 10 and 15 requests of {NEW_TOKENS} steps: {counts}"
 
 
 @pytest.mark.parametrize("kind", PAYLOADS)

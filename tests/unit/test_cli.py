@@ -11,7 +11,7 @@ import pytest
 
 from tests.models import Checkpoints, byte_tokenizer
 from tests.unit.fakes import FakeEngine, continuation
-from ts_pippy_handler import __version__, archive, cli, launch, loading
+from ts_pippy_handler import __version__, archive, cli, launch, loading, tracer
 from ts_pippy_handler.errors import LoadError
 from ts_pippy_handler.request import SamplingParams
 
@@ -56,16 +56,29 @@ class SpawnedEngine(FakeEngine):
         self.is_closed = True
 
 
+class FakeTracing:
+    """The model being traced, as far as the command sees it."""
+
+    def __init__(self, config: Any, num_stages: int) -> None:
+        self.config, self.num_stages, self.is_closed = config, num_stages, False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> SpawnedEngine:
     fake = SpawnedEngine()
 
-    def start(config: Any, num_stages: int, options: Any) -> SpawnedEngine:
+    def start(config: Any, num_stages: int, options: Any, tracing: FakeTracing) -> SpawnedEngine:
+        assert (tracing.config, tracing.num_stages) == (config, num_stages)
+        assert not tracing.is_closed
         fake.started.append((config, num_stages, options))
         return fake
 
     monkeypatch.setattr(launch, "start_spawned", start)
     monkeypatch.setattr(loading, "check_early", lambda config, num_stages: None)  # the checkpoints here are empty
+    monkeypatch.setattr(tracer, "Tracing", FakeTracing)
     monkeypatch.setattr(sys.stderr, "fileno", lambda: 2, raising=False)
     return fake
 
@@ -253,6 +266,7 @@ def test_unexpected_errors_are_one_line_too(
 
     monkeypatch.setattr(launch, "start_spawned", breaks)
     monkeypatch.setattr(loading, "check_early", lambda config, num_stages: None)
+    monkeypatch.setattr(tracer, "Tracing", FakeTracing)
     monkeypatch.setattr(sys.stderr, "fileno", lambda: 2, raising=False)
     arguments = ["generate", str(text_model), "--stages", "1", "--prompt", "x"]
     status, out, err = run(capsys, *arguments)
