@@ -190,7 +190,7 @@ def judge(name: str, directory: Path, stages: Sequence[int] = (1, 2, 3, 4)) -> V
             if outputs != [reference.token_ids for reference in references]:
                 return Verdict(name, "wrong", f"other tokens over {num_stages} stages")
     except PippyError as error:
-        return Verdict(name, "refused", str(error))
+        return Verdict(name, "refused", str(error).replace(f"{directory}/", ""))
     except Exception as error:  # noqa: BLE001 - the verdict tells
         return Verdict(name, "broken", _reason(error))
     if (margin := smallest_margin(references)) < MIN_MARGIN:
