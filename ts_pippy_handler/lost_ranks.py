@@ -78,9 +78,7 @@ def watch_loading(group: Group, config: PippyConfig) -> None:
     _monitor(group, Pulse(), limits, end_rank, "loading-watchdog")()
 
 
-def _monitor(
-    group: Group, pulse: Pulse, limits: Limits, on_verdict: OnVerdict, key: str
-) -> Callable[[], None]:
+def _monitor(group: Group, pulse: Pulse, limits: Limits, on_verdict: OnVerdict, key: str) -> Callable[[], None]:
     """Make this rank's end of the watchdog, to be left with the group; return what starts it."""
     place = group.place
     monitor: Hub | Member

@@ -43,6 +43,9 @@ _ASK_TIMEOUT_S = 10.0
 _ROLL_CALL_TIMEOUT_S = 2.0
 _STORE_POLL_S = 0.02
 _OUTCOME_TIMEOUT_S = 3600.0
+_FIND_TIMEOUT = timedelta(seconds=5)
+_MEETING = "torch.rendezvous."
+"""What the key of each rendezvous begins with in the store of torchrun's c10d backend."""
 _GENERATION = "TS_PIPPY_GENERATION"
 
 
@@ -307,6 +310,14 @@ def open_store(place: Place, timeout_s: float, rendezvous_host: str | None = Non
         ) from error
     # A restarted group must not read what the group before it left in torchrun's store.
     return dist.PrefixStore(f"ts_pippy_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def find_meetings(host: str, port: int) -> list[str]:
+    """Return the ids of the rendezvous of a torchrun that listens there; none if it does not, or has none yet."""
+    with contextlib.suppress(RuntimeError):
+        store = dist.TCPStore(host, port, is_master=False, timeout=_FIND_TIMEOUT, wait_for_workers=False)
+        return sorted(key.removeprefix(_MEETING) for key in store.list_keys() if key.startswith(_MEETING))
+    return []
 
 
 def _has_agent_store() -> bool:
