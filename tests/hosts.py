@@ -163,5 +163,3 @@ def _ip(*arguments: str) -> None:
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=20, check=False)
     if done.returncode:
         raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
-
-

@@ -172,7 +172,9 @@ def _check_nodes(options: ArchiveOptions) -> None:
             f"{options.num_stages}"
         )
     if len(options.nodes) > 1 and options.launch != "torchrun":
-        raise ConfigError("stages on several hosts: torchrun has to start them; spawn mode starts only ranks of its own")
+        raise ConfigError(
+            "stages on several hosts: torchrun has to start them; spawn mode starts only ranks of its own"
+        )
     if len(options.nodes) > 1 and not options.pippy.get("interface"):
         raise ConfigError(
             "stages on several hosts: --interface is missing: name, address or network of an interface that the hosts "

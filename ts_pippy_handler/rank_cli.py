@@ -29,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="the archive that TorchServe serves, its directory, or its model-config.yaml; or, where that sets nothing, "
+        help="the archive that TorchServe serves, its directory or model-config.yaml; or, where that sets nothing, "
         "the checkpoint's directory",
     )
     parser.add_argument(
