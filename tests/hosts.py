@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import itertools
 import os
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -121,11 +122,11 @@ class Hosts:
     def start_second(self, *arguments: object, environment: dict[str, str] | None = None) -> None:
         """Run ``ts-pippy rank`` with these arguments on the second host."""
         assert self._second is None
-        command = " ".join([f"'{BIN}/ts-pippy'", "rank", *(f"'{argument}'" for argument in arguments)])
+        command = shlex.join([str(BIN / "ts-pippy"), "rank", *map(str, arguments)])
+        isolated = ["unshare", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child"]
         with self.log.open("ab") as log:
             self._second = subprocess.Popen(
-                ["ip", "netns", "exec", self._names[1], "unshare", "--uts", "--pid", "--fork", "--mount-proc"]
-                + ["--kill-child", "sh", "-c", f"hostname second && exec {command}"],
+                ["ip", "netns", "exec", self._names[1], *isolated, "sh", "-c", f"hostname second && exec {command}"],
                 env={**os.environ, **(environment or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
