@@ -111,8 +111,8 @@ def check(seen: Sequence[Introduction]) -> None:
     if len(found) > 1 and (deaf := [each for each in found if each.address.startswith("127.")]):
         raise ConfigError(
             f"the ranks are on {len(found)} hosts, {_names(found)}, but on {_names(deaf)} they would talk over "
-            "loopback alone; set pippy.interface to the name, address or network of an interface that the hosts share, such as "
-            "eth1 or 10.0.0.0/24"
+            "loopback alone; set pippy.interface to the name, address or network of an interface that the hosts share, "
+            "such as eth1 or 10.0.0.0/24"
         )
     facts: list[tuple[str, Mapping[str, str]]] = [(str(each), each.facts) for each in found]
     if (different := identity.differences(facts)) is not None:
