@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ts_pippy_handler import __version__
+import ts_pippy_handler
 from ts_pippy_handler.config import ServingConfig
 from ts_pippy_handler.weight_files import find_entry, read_index
 
@@ -34,7 +34,7 @@ def facts(config: ServingConfig) -> dict[str, str]:
     Raises:
         CheckpointError: If the checkpoint has no weights.
     """
-    found = {"ts-pippy-handler": __version__}
+    found = {"ts-pippy-handler": ts_pippy_handler.__version__}
     found |= {name: importlib.metadata.version(name).partition("+")[0] for name in _PACKAGES}
     for block, own in _OWN_TO_A_HOST.items():
         settings = getattr(config, block).model_dump(mode="json")

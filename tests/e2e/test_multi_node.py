@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.breaking import FAULTS_FOLDER, LONG, SHORT, Breakable, Outcome
 from tests.command import ts_pippy
 from tests.hosts import Hosts
 from tests.java import require_java
 from tests.models import Checkpoints
-from tests.oracle import hf_generate
+from tests.oracle import MIN_MARGIN, Reference, hf_generate, smallest_margin, token_lists
 from tests.texts import byte_tokens
 from tests.torchserve import TorchServe
 
@@ -94,6 +96,44 @@ def test_two_hosts_answer_as_one_model(
         assert (health["ready"], health["stages"]) == (True, sum(stages))
         assert [rank["rank"] for rank in health["ranks"]] == list(range(sum(stages)))
         assert len(pair.server.rank_pids(NAME)) == stages[0], "the others run on the other host"
+
+
+@pytest.mark.slow
+def test_smollm2_on_two_hosts_answers_as_transformers(
+    smollm2: Path, smollm2_expected: tuple[list[str], list[list[int]], list[Reference]], tmp_path: Path
+) -> None:
+    texts, _, expected = smollm2_expected
+    with serving(Hosts(tmp_path), tmp_path, smollm2, (1, 2)) as pair:
+        bodies = [{"prompt": text, "max_new_tokens": 48} for text in texts]
+        started = time.monotonic()
+        answers = pair.server.post_all(NAME, bodies)
+        print(f"{len(bodies)} requests in {time.monotonic() - started:.1f} s")
+        assert [answer.status for answer in answers] == [200] * len(bodies)
+        assert smallest_margin(expected) > MIN_MARGIN
+        assert [answer.json()["token_ids"] for answer in answers] == token_lists(expected)
+
+
+@pytest.mark.slow
+def test_other_settings_are_refused_on_both_hosts(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    require_java()
+    hosts = Hosts(tmp_path)
+    with hosts, hosts.inside():
+        pair = Pair(hosts, tmp_path, checkpoints("llama"), (1, 1))
+        source = tmp_path / f"{NAME}-source" / "model-config.yaml"
+        settings = yaml.safe_load(source.read_text())
+        settings["pippy"]["block_size"] = 8
+        source.write_text(yaml.safe_dump(settings))
+        with pair.server:
+            pair.archive = source
+            started = time.monotonic()
+            pair.start_second()
+            reason = re.compile(
+                rf"the hosts do not serve the same: pippy.block_size is 16 on \S+ \({hosts.addresses[0]}\) and 8 on "
+                rf"second \({hosts.addresses[1]}\)"
+            )
+            told = [lambda: reason.search(pair.server.log()), lambda: reason.search(hosts.second_log())]
+            assert wait_until(lambda: all(each() for each in told), 45.0), hosts.second_log() + pair.server.log_tail()
+            print(f"told on both hosts {time.monotonic() - started:.1f} s after the second host started")
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.processes import wait_until
 from ts_pippy_handler import supervisor
 from ts_pippy_handler.errors import ServerError
 from ts_pippy_handler.supervisor import Meeting, supervise
@@ -69,7 +70,8 @@ def test_a_torchrun_that_outlives_its_rank_is_ended(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(supervisor, "_LOOK_EVERY_S", 0.1)
     monkeypatch.setattr(supervisor, "_RANKLESS_S", 0.3)
     monkeypatch.setattr(supervisor.network, "answers", lambda host, port: True)
-    code = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'input()']).wait(); time.sleep(60)"
+    child = "[sys.executable, '-c', 'import time; time.sleep(60)']"
+    code = f"import subprocess, sys, time; subprocess.Popen({child}).wait(); time.sleep(60)"
     assert _run(code, monkeypatch, end_rank_after_s=0.5) == "a rank has ended, and torchrun has not"
 
 
@@ -116,7 +118,4 @@ def test_torchrun_does_not_outlive_who_started_it() -> None:
     with parent:
         child = psutil.Process(int(parent.stdout.readline()))  # type: ignore[union-attr]
         parent.kill()
-    with pytest.raises(psutil.NoSuchProcess):
-        for _ in range(100):
-            child.status()
-            time.sleep(0.05)
+    assert wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, 5.0)
