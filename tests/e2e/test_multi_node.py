@@ -20,6 +20,7 @@ from tests.hosts import Hosts
 from tests.java import require_java
 from tests.models import Checkpoints
 from tests.oracle import MIN_MARGIN, Reference, hf_generate, smallest_margin, token_lists
+from tests.processes import wait_until
 from tests.texts import byte_tokens
 from tests.torchserve import TorchServe
 

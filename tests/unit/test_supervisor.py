@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import subprocess
 import sys
@@ -94,7 +95,8 @@ def _run(code: str, monkeypatch: pytest.MonkeyPatch, end_rank_after_s: float | N
         def reason_to_end(self) -> str | None:
             if end_rank_after_s is not None and time.monotonic() - begun > end_rank_after_s:
                 for rank in self.ranks:
-                    rank.kill()
+                    with contextlib.suppress(psutil.Error):
+                        rank.kill()
             return super().reason_to_end()
 
     monkeypatch.setattr(supervisor, "_Watched", Watched)
