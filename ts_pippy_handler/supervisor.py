@@ -168,9 +168,8 @@ class _Watched:
     def reason_to_end(self) -> str | None:
         """Return why torchrun, which does not end by itself, has to."""
         now = time.monotonic()
-        with contextlib.suppress(psutil.Error):
-            if not self.ranks or all(rank.is_running() for rank in self.ranks):
-                self._complete = now
+        if all(_lives(rank) for rank in self.ranks):
+            self._complete = now
         if now - self._complete > _RANKLESS_S:
             return "a rank has ended, and torchrun has not"
         if now - self._looked < _LOOK_EVERY_S:
@@ -183,3 +182,11 @@ class _Watched:
         if now - self._reached > _UNREACHABLE_S:
             return f"{self._meeting.host} cannot be reached for {now - self._reached:.0f} s"
         return None
+
+
+def _lives(process: psutil.Process) -> bool:
+    """Whether a process runs; one that has ended, and that a torchrun that hangs does not reap, does not."""
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False

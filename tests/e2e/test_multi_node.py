@@ -165,8 +165,9 @@ def test_a_cut_network_ends_streams_and_is_healed(pair: Pair) -> None:
     assert outcome.kind in ("cut", "500", "error in the stream")
     assert outcome.seconds < ERROR_S
     assert not pair._is_ready()
-    time.sleep(3)
+    time.sleep(12)
     assert not pair._is_ready()
+    assert "a rank has ended, and torchrun has not" in pair.hosts.second_log()
     mended = time.monotonic()
     pair.hosts.mend()
     print(f"back {pair._wait_back(mended):.1f} s after the network")

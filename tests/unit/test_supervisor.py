@@ -72,7 +72,7 @@ def test_a_torchrun_that_outlives_its_rank_is_ended(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(supervisor, "_RANKLESS_S", 0.3)
     monkeypatch.setattr(supervisor.network, "answers", lambda host, port: True)
     child = "[sys.executable, '-c', 'import time; time.sleep(60)']"
-    code = f"import subprocess, sys, time; subprocess.Popen({child}).wait(); time.sleep(60)"
+    code = f"import subprocess, sys, time; rank = subprocess.Popen({child}); time.sleep(60)"
     assert _run(code, monkeypatch, end_rank_after_s=0.5) == "a rank has ended, and torchrun has not"
 
 
