@@ -45,7 +45,8 @@ def test_the_changelog_begins_with_this_version() -> None:
     assert versions[0] == ts_pippy_handler.__version__
 
 
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/performance.md", "docs/reliability.md"]
+DOCS = ("architecture", "multi_node", "performance", "reliability")
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "SECURITY.md", *(f"docs/{name}.md" for name in DOCS)]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +28,7 @@ ArchiveFormat = Literal["default", "tgz", "no-archive"]
 _SUFFIXES = {"default": ".mar", "tgz": ".tar.gz", "no-archive": ""}
 _COPIED_DIRECTORY = "checkpoint"
 
+_WAIT_FOR_HOSTS_S = 86_400
 _MORE_AT_ONCE = 64
 """Requests that reach the handler beyond those that may run or wait: to be refused, or to ask for its health."""
 _MORE_QUEUED = 1000
@@ -52,6 +54,10 @@ class ArchiveOptions:
     num_stages: int
     output: Path
     launch: Launch = "torchrun"
+    nodes: Sequence[int] = ()
+    """Stages of each host, that of TorchServe first; empty for one host."""
+    rdzv_port: int = 29400
+    """Where the hosts meet."""
     archive_format: ArchiveFormat = "default"
     version: str = "1.0"
     dtype: str | None = None
@@ -86,6 +92,16 @@ def model_config(options: ArchiveOptions) -> dict[str, Any]:
             "parallelType": "pp",
             "torchrun": {"nproc-per-node": options.num_stages, "rdzv-endpoint": "localhost:0"},
         }
+        if len(options.nodes) > 1:
+            # torchrun hosts the rendezvous where its endpoint is localhost, on all interfaces. The hosts are not
+            # started together, and a network may be away for a while.
+            config["maxRetryTimeoutInSec"] = _WAIT_FOR_HOSTS_S
+            config["torchrun"] = {
+                "nnodes": len(options.nodes),
+                "nproc-per-node": options.nodes[0],
+                "rdzv-backend": "c10d",
+                "rdzv-endpoint": f"localhost:{options.rdzv_port}",
+            }
     else:
         config |= {
             "batchSize": 1,
@@ -138,11 +154,32 @@ def _check(options: ArchiveOptions) -> None:
             f"name: letters, digits, '_', '-' and '.' are allowed, and it begins with one of the first two, "
             f"got {options.name!r}"
         )
+    _check_nodes(options)
     absolute = {**model_config(options)["handler"], "model_path": str(options.model_path)}
     config = load_config({**model_config(options), "handler": absolute})
     layers = written_layers(config.handler.model_path)
     if layers is not None:
         partition.check_num_stages(options.num_stages, layers)
+
+
+def _check_nodes(options: ArchiveOptions) -> None:
+    if not options.nodes:
+        return
+    if min(options.nodes) < 1 or sum(options.nodes) != options.num_stages:
+        written = ",".join(map(str, options.nodes))
+        raise ConfigError(
+            f"stages of each host: {written} must be numbers of at least 1 that add up to the number of stages, "
+            f"{options.num_stages}"
+        )
+    if len(options.nodes) > 1 and options.launch != "torchrun":
+        raise ConfigError(
+            "stages on several hosts: torchrun has to start them; spawn mode starts only ranks of its own"
+        )
+    if len(options.nodes) > 1 and not options.pippy.get("interface"):
+        raise ConfigError(
+            "stages on several hosts: --interface is missing: name, address or network of an interface that the hosts "
+            "share, such as eth1 or 10.0.0.0/24"
+        )
 
 
 def _copied_weights(options: ArchiveOptions, scratch: Path) -> Path | None:

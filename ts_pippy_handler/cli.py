@@ -1,4 +1,4 @@
-"""The ``ts-pippy`` command: generate without TorchServe, plan a split, package a model, measure, drain.
+"""The ``ts-pippy`` command: generate without TorchServe, plan, package, measure, drain, lend a host to another.
 
 Errors go to standard error in one line with a status other than 0; ``--debug`` shows the traceback instead. Results
 go to standard output, and nothing else does.
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ts_pippy_handler import __version__, bench_cli, drain_cli
+from ts_pippy_handler import __version__, bench_cli, drain_cli, rank_cli
 from ts_pippy_handler.config import DTYPES, ServingConfig, load_config, locate
 from ts_pippy_handler.errors import ConfigError, InvalidRequestError, PippyError, one_line
 
@@ -85,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_package(commands)
     _add_bench(commands)
     _add_drain(commands)
+    _add_rank(commands)
     return parser
 
 
@@ -148,6 +149,11 @@ def _add_package(commands: Any) -> None:
     parser.add_argument("--name", required=True, help="model name at TorchServe")
     parser.add_argument("-o", "--output", required=True, type=Path, metavar="DIR", help="model store directory")
     parser.add_argument("--launch", choices=["torchrun", "spawn"], default="torchrun", help="who starts the ranks")
+    parser.add_argument(
+        "--nodes", type=_numbers, metavar="N,N,…", help="stages of each host, TorchServe's first; by default all there"
+    )
+    parser.add_argument("--interface", metavar="NAME", help="interface the hosts share: name, address or network")
+    parser.add_argument("--rdzv-port", type=int, default=rank_cli.DEFAULT_PORT, metavar="P", help="%(default)s")
     parser.add_argument("--archive-format", choices=["default", "tgz", "no-archive"], default="default")
     parser.add_argument("--model-version", default="1.0", metavar="V")
     parser.add_argument("--copy-weights", action="store_true", help="put the checkpoint into the archive")
@@ -168,6 +174,13 @@ def _add_drain(commands: Any) -> None:
     drain_cli.add_options(parser)
 
 
+def _add_rank(commands: Any) -> None:
+    text = "Run stages on this host for a model that TorchServe serves on another."
+    parser = commands.add_parser("rank", help=text, description=text)
+    parser.set_defaults(run=_rank)
+    rank_cli.add_options(parser)
+
+
 def _split(text: str) -> str | list[int]:
     if text in ("time", "memory"):
         return text
@@ -178,6 +191,13 @@ def _split(text: str) -> str | list[int]:
     if not isinstance(sizes, list) or not all(type(size) is int for size in sizes):
         raise argparse.ArgumentTypeError(f"must be 'time', 'memory' or a list like '[10,20]', got {text!r}")
     return sizes
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be numbers such as 1,2, got {text!r}") from None
 
 
 def _memory(text: str) -> str | list[str]:
@@ -329,6 +349,7 @@ def _package(options: argparse.Namespace) -> int:
     from ts_pippy_handler import archive
 
     limits = {"max_running_requests": options.max_running, "max_waiting_requests": options.max_waiting}
+    limits["interface"] = options.interface
     given = {"model_path": options.model_dir, "revision": options.revision, "download": options.download}
     located = locate(given)
     written = archive.package(
@@ -338,6 +359,8 @@ def _package(options: argparse.Namespace) -> int:
             num_stages=options.stages,
             output=options.output,
             launch=options.launch,
+            nodes=options.nodes or (),
+            rdzv_port=options.rdzv_port,
             archive_format=options.archive_format,
             version=options.model_version,
             dtype=options.dtype,
@@ -375,6 +398,11 @@ def _bench(options: argparse.Namespace) -> int:
 
 def _drain(options: argparse.Namespace) -> int:
     drain_cli.drain(options, say=lambda line: print(line, flush=True))
+    return 0
+
+
+def _rank(options: argparse.Namespace) -> int:
+    rank_cli.run(options, say=lambda line: print(f"ts-pippy rank: {line}", file=sys.stderr, flush=True))
     return 0
 
 

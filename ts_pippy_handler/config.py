@@ -133,8 +133,8 @@ class PippyConfig(BaseModel):
     """Whether the traced model is kept in the user's cache directory, so that its next start skips tracing. The weights
     are not part of it."""
     interface: str | None = None
-    """Network interface the ranks talk over. Loopback by default; name one to span hosts, on a trusted network
-    only, since RPC executes what a peer sends."""
+    """Network interface the ranks talk over: its name, its IPv4 address, or its network such as 10.0.0.0/24, which is
+    right on every host. Loopback by default. A trusted network only, since RPC executes what a peer sends."""
 
     def batch_tokens(self, *, on_cpu: bool) -> int:
         """Return ``max_batch_tokens``, or its default for the kind of device."""

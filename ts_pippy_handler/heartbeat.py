@@ -130,13 +130,13 @@ class Link:
 
 def own_process() -> str:
     """Return a name of this process that :func:`find_process` understands on the same host."""
-    return f"{_host()}/{os.getpid()}"
+    return f"{own_host()}/{os.getpid()}"
 
 
 def find_process(name: str) -> psutil.Process | None:
     """Return a process by the name it gave itself; None if it runs elsewhere or is this one."""
     host, _, pid = name.rpartition("/")
-    if host != _host() or not pid.isdigit() or int(pid) == os.getpid():
+    if host != own_host() or not pid.isdigit() or int(pid) == os.getpid():
         return None
     with contextlib.suppress(psutil.Error):
         return psutil.Process(int(pid))
@@ -144,7 +144,7 @@ def find_process(name: str) -> psutil.Process | None:
 
 
 @cache
-def _host() -> str:
+def own_host() -> str:
     """Return what differs between any two hosts, and between containers that see different processes."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()

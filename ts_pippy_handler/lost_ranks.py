@@ -6,6 +6,8 @@ Knows who is told of a verdict in each launch mode; :mod:`~ts_pippy_handler.watc
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Callable
 
 import msgspec
 
@@ -13,10 +15,15 @@ from ts_pippy_handler import process, ranks
 from ts_pippy_handler.config import PippyConfig
 from ts_pippy_handler.engine import Engine
 from ts_pippy_handler.errors import LoadError, PipelineError
+from ts_pippy_handler.heartbeat import Pulse
 from ts_pippy_handler.loading import LoadedRank
+from ts_pippy_handler.ranks import Group
 from ts_pippy_handler.watchdog import Hub, Invitation, Limits, Member, OnVerdict, Verdict
 
 logger = logging.getLogger(__name__)
+
+_LOADING_SILENCE_S = 30.0
+"""Reading weights may keep the thread that sends heartbeats from running for seconds."""
 
 
 def end_rank(verdict: Verdict) -> None:
@@ -52,17 +59,44 @@ def watch(loaded: LoadedRank, config: PippyConfig, on_verdict: OnVerdict = end_r
     Raises:
         LoadError: If rank 0 cannot be reached.
     """
-    group, place = loaded.group, loaded.group.place
     limits = Limits(silence_s=config.heartbeat_timeout, step_s=config.step_timeout, join_s=config.rpc_timeout)
+    start = _monitor(loaded.group, loaded.pulse, limits, on_verdict, "watchdog")
+    loaded.group.stop_watching()  # that of the time of loading
+    start()
+
+
+def watch_loading(group: Group, config: PippyConfig) -> None:
+    """Watch the ranks of other hosts while all load, until :func:`watch` takes over.
+
+    On one host the end of a process closes its connections; a network that is cut closes nothing.
+
+    Raises:
+        LoadError: If rank 0 cannot be reached.
+    """
+    silence_s = max(_LOADING_SILENCE_S, config.heartbeat_timeout)
+    limits = Limits(silence_s=silence_s, step_s=math.inf, join_s=config.rpc_timeout)
+    _monitor(group, Pulse(), limits, end_rank, "loading-watchdog")()
+
+
+def _monitor(group: Group, pulse: Pulse, limits: Limits, on_verdict: OnVerdict, key: str) -> Callable[[], None]:
+    """Make this rank's end of the watchdog, to be left with the group; return what starts it."""
+    place = group.place
     monitor: Hub | Member
     if place.rank == 0:
-        monitor = Hub(ranks.own_address(), place.world_size, loaded.pulse, limits, on_verdict)
-        group.hand_out("watchdog", [msgspec.json.encode(monitor.invitation)] * place.world_size)
+        monitor = Hub(ranks.own_address(), place.world_size, pulse, limits, on_verdict)
+        group.hand_out(key, [msgspec.json.encode(monitor.invitation)] * place.world_size)
     else:
-        invitation = msgspec.json.decode(group.receive("watchdog", config.rpc_timeout), type=Invitation)
+        invitation = msgspec.json.decode(group.receive(key, limits.join_s), type=Invitation)
         try:
-            monitor = Member(place.rank, invitation, loaded.pulse, limits, on_verdict)
+            monitor = Member(place.rank, invitation, pulse, limits, on_verdict)
         except OSError as error:
-            raise LoadError(f"rank 0 takes no heartbeats at {invitation.address}:{invitation.port}: {error}") from error
-    group.before_leaving.append(monitor.close)
-    monitor.start()
+            raise LoadError(
+                f"rank 0 takes no heartbeats at {invitation.address}:{invitation.port}: {error}; "
+                "does a firewall stand between the hosts?"
+            ) from error
+
+    def start() -> None:
+        group.before_leaving.append(monitor.close)
+        monitor.start()
+
+    return start

@@ -26,6 +26,7 @@ PARENT_PID = "TS_PIPPY_PARENT_PID"
 
 _PARENT_POLL_S = 0.1
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8  # of glibc's malloc.h
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _has_failed = threading.Event()
 
 
@@ -39,6 +40,13 @@ def die_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def end_with_parent() -> None:
+    """Have Linux kill this process when the thread that started it ends; to be called between fork and exec."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def leave_interrupts_to_parent() -> None:

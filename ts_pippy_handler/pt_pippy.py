@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ts_pippy_handler import launch, loading, ranks
+from ts_pippy_handler import launch, loading, meeting, ranks
 from ts_pippy_handler.config import ServingConfig, load_config
 from ts_pippy_handler.engine import Engine
 from ts_pippy_handler.errors import ConfigError, InvalidRequestError, PipelineError
@@ -37,7 +37,7 @@ def initialize_rpc_workers(local_rank: int, world_size: int, ctx: Any) -> None:
     """Join the RPC agents and process groups of all ranks.
 
     Args:
-        local_rank: Rank on this host. The global rank comes from ``RANK``, so several hosts work.
+        local_rank: Rank on this host. Which stage it runs follows from ``RANK``, so several hosts work.
         world_size: Number of ranks; one per stage.
         ctx: TorchServe's context; ``pippy.rpc_timeout``, ``pippy.num_worker_threads`` and ``pippy.interface`` of its
             model-config.yaml are honoured.
@@ -55,7 +55,7 @@ def initialize_rpc_workers(local_rank: int, world_size: int, ctx: Any) -> None:
         )
     config = config_of(ctx)
     loading.check_early(config, world_size)
-    setattr(ctx, _GROUP, ranks.join(place, config.pippy))
+    setattr(ctx, _GROUP, meeting.join(place, config))
 
 
 def get_pipeline_driver(model: torch.nn.Module | None, world_size: int, ctx: Any) -> PipelineDriver:

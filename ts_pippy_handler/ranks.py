@@ -24,10 +24,10 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import IO, Any, TypeVar
 
-import psutil
 import torch
 import torch.distributed as dist
 
+from ts_pippy_handler import network
 from ts_pippy_handler.config import PippyConfig
 from ts_pippy_handler.errors import ConfigError, LoadError, PipelineError, PippyError, one_line
 from ts_pippy_handler.process import PARENT_PID
@@ -43,6 +43,9 @@ _ASK_TIMEOUT_S = 10.0
 _ROLL_CALL_TIMEOUT_S = 2.0
 _STORE_POLL_S = 0.02
 _OUTCOME_TIMEOUT_S = 3600.0
+_FIND_TIMEOUT = timedelta(seconds=5)
+_MEETING = "torch.rendezvous."
+"""What the key of each rendezvous begins with in the store of torchrun's c10d backend."""
 _GENERATION = "TS_PIPPY_GENERATION"
 
 
@@ -58,6 +61,11 @@ class Place:
     local_world_size: int
     generation: int = 0
     """How often spawn mode has started the ranks anew."""
+
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether torchrun started ranks elsewhere, too."""
+        return self.local_world_size < self.world_size
 
     @property
     def name(self) -> str:
@@ -239,14 +247,18 @@ class Group:
             found.append(answer)
         return found
 
+    def stop_watching(self) -> None:
+        """Do what is to be done before anything of the group is left."""
+        while self.before_leaving:
+            self.before_leaving.pop()()
+
     def leave(self, *, is_broken: bool = False) -> None:
         """Leave the groups and end the peers this rank started; nothing of them remains.
 
         Args:
             is_broken: Whether peers may be dead; otherwise all ranks leave RPC together, which keeps the log quiet.
         """
-        while self.before_leaving:
-            self.before_leaving.pop()()
+        self.stop_watching()
         if is_broken:
             kill(self.peers)
         if self._is_joined:
@@ -266,8 +278,14 @@ class Group:
         self.store = None
 
 
-def open_store(place: Place, timeout_s: float) -> dist.Store:
+def open_store(place: Place, timeout_s: float, rendezvous_host: str | None = None) -> dist.Store:
     """Connect to the rendezvous store named by the environment.
+
+    Args:
+        place: This rank.
+        timeout_s: How long to try.
+        rendezvous_host: Where this host reached torchrun's rendezvous. torchrun names the store's host as that one
+            calls itself, which others need not be able to resolve.
 
     Raises:
         LoadError: If nobody answers there in time.
@@ -275,6 +293,8 @@ def open_store(place: Place, timeout_s: float) -> dist.Store:
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not address or not port:
         raise ConfigError(f"WORLD_SIZE is {place.world_size}, but MASTER_ADDR and MASTER_PORT do not say where to meet")
+    if rendezvous_host is not None:
+        address = network.first_to_answer([address, rendezvous_host], int(port), timeout_s)
     try:
         store = dist.TCPStore(
             address,
@@ -292,6 +312,14 @@ def open_store(place: Place, timeout_s: float) -> dist.Store:
     return dist.PrefixStore(f"ts_pippy_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
+def find_meetings(host: str, port: int) -> list[str]:
+    """Return the ids of the rendezvous of a torchrun that listens there; none if it does not, or has none yet."""
+    with contextlib.suppress(RuntimeError):
+        store = dist.TCPStore(host, port, is_master=False, timeout=_FIND_TIMEOUT, wait_for_workers=False)
+        return sorted(key.removeprefix(_MEETING) for key in store.list_keys() if key.startswith(_MEETING))
+    return []
+
+
 def _has_agent_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
@@ -305,13 +333,20 @@ def join(place: Place, config: PippyConfig, store: dist.Store | None = None) -> 
     if place.world_size == 1:
         return Group(place)
     group = Group(place, store or open_store(place, config.rpc_timeout))
-    _bind(config.interface)
+    bind(config.interface)
     group.wait_for_all("present", os.getpid(), config.rpc_timeout)
-    _join_groups(group, config)
+    connect(group, config)
     return group
 
 
-def _join_groups(group: Group, config: PippyConfig) -> None:
+def renumber(group: Group, rank: int) -> None:
+    """Give this rank another number than torchrun did, before it is connected to the others."""
+    group.place = replace(group.place, rank=rank)
+    os.environ["RANK"] = str(rank)  # of which this process may be asked again
+
+
+def connect(group: Group, config: PippyConfig) -> None:
+    """Bring this rank into RPC and the process group with all others, who know their places."""
     from torch.distributed import autograd, rpc
 
     place = group.place
@@ -345,27 +380,29 @@ def _join_groups(group: Group, config: PippyConfig) -> None:
     group._is_joined = True
 
 
-def _bind(interface: str | None) -> None:
-    """Make gloo and TensorPipe use one interface: loopback, or the configured one."""
-    present = [name for _, name in socket.if_nameindex()]
-    if interface is not None and interface not in present:
-        raise ConfigError(f"pippy.interface: there is no {interface!r} here, only {', '.join(present)}")
-    name = interface or _loopback()
-    for variable in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ[variable] = name
-    if interface:
-        logger.warning("ranks listen on interface %s: whoever reaches its ports can run code in them", interface)
+def bind(interface: str | None) -> network.Interface:
+    """Make gloo, nccl and TensorPipe use one interface: loopback, or the configured one; return it.
+
+    Raises:
+        ConfigError: If it is not there.
+    """
+    found = network.find_interface(interface)
+    # nccl alone takes a name for the beginning of one, unless told not to.
+    variables = {"GLOO_SOCKET_IFNAME": "", "TP_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
+    for variable, prefix in variables.items():
+        os.environ[variable] = prefix + found.name
+    if not found.is_loopback:
+        logger.warning(
+            "ranks listen on %s, interface %s: whoever reaches its ports can run code in them",
+            found.address,
+            found.name,
+        )
+    return found
 
 
 def own_address() -> str:
     """Return the IPv4 address of this host that the other ranks reach: that of the interface the ranks talk over."""
-    addresses = psutil.net_if_addrs().get(os.environ.get("GLOO_SOCKET_IFNAME", ""), [])
-    return next((each.address for each in addresses if each.family == socket.AF_INET), "127.0.0.1")
-
-
-def _loopback() -> str:
-    names = [name for _, name in socket.if_nameindex()]
-    return next((name for name in ("lo", "lo0") if name in names), names[0])
+    return network.find_interface(os.environ.get("GLOO_SOCKET_IFNAME")).address
 
 
 def host_store(world_size: int, timeout_s: float) -> tuple[dist.TCPStore, int]:
@@ -417,9 +454,9 @@ def spawn_peers(
     group = Group(place, dist.PrefixStore("ts_pippy_0", store))
     try:
         group.peers = [_start(rank, rendezvous, job, stdout) for rank in range(1, world_size)]
-        _bind(config.interface)
+        bind(config.interface)
         group.wait_for_all("present", os.getpid(), config.rpc_timeout)
-        _join_groups(group, config)
+        connect(group, config)
     except BaseException:
         kill(group.peers)
         raise

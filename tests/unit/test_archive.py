@@ -168,3 +168,30 @@ def test_the_archiver_beside_this_python_comes_first(monkeypatch: pytest.MonkeyP
     (tmp_path / "torch-model-archiver").write_text("")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     assert archive._archiver() == [str(tmp_path / "torch-model-archiver")]
+
+
+def test_stages_on_several_hosts(model_dir: Path) -> None:
+    config = model_config(options(model_dir, nodes=(1, 2), rdzv_port=29500, pippy={"interface": "10.0.0.0/24"}))
+    assert config["torchrun"] == {
+        "nnodes": 2,
+        "nproc-per-node": 1,
+        "rdzv-backend": "c10d",
+        "rdzv-endpoint": "localhost:29500",
+    }
+    assert config["maxRetryTimeoutInSec"] == 86_400, "hosts are not started together"
+    one = model_config(options(model_dir, nodes=(3,)))
+    assert one == model_config(options(model_dir))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"nodes": (1, 1)}, r"stages of each host: 1,1 must be .* add up to the number of stages, 3$"),
+        ({"nodes": (3, 0)}, "stages of each host: 3,0 must be numbers of at least 1"),
+        ({"nodes": (1, 2)}, "stages on several hosts: --interface is missing"),
+        ({"nodes": (1, 2), "launch": "spawn"}, "stages on several hosts: torchrun has to start them"),
+    ],
+)
+def test_stages_that_cannot_be_on_these_hosts(model_dir: Path, changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        package(options(model_dir, **changes))

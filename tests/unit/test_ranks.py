@@ -8,9 +8,10 @@ import os
 import pytest
 import torch
 
-from ts_pippy_handler import ranks
+from ts_pippy_handler import network, ranks
 from ts_pippy_handler.config import PippyConfig
 from ts_pippy_handler.errors import CheckpointError, ConfigError, LoadError, PipelineError
+from ts_pippy_handler.network import Interface
 from ts_pippy_handler.ranks import Group, Place, device_of, join, open_store, place_from_environment, set_threads
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TS_PIPPY_GENERATION", "MASTER_ADDR")
@@ -187,10 +188,14 @@ def test_ranks_bind_to_loopback_unless_told_otherwise(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    ranks._bind(None)
-    assert {os.environ[name] for name in names} <= {"lo", "lo0"}
+    ranks.bind(None)
+    assert {os.environ[name].lstrip("=") for name in names} <= {"lo", "lo0"}
     assert not caplog.messages
-    monkeypatch.setattr(ranks.socket, "if_nameindex", lambda: [(1, "lo"), (7, "eth7")])
-    ranks._bind("eth7")
-    assert {os.environ[name] for name in names} == {"eth7"}
-    assert caplog.messages == ["ranks listen on interface eth7: whoever reaches its ports can run code in them"]
+    eth7 = Interface(name="eth7", address="10.0.0.7")
+    monkeypatch.setattr(network, "find_interface", lambda wanted: {"eth7": eth7}[wanted])
+    assert ranks.bind("eth7") == eth7
+    assert [os.environ[name] for name in names] == ["eth7", "eth7", "=eth7"], "nccl takes a name for a beginning"
+    assert caplog.messages == [
+        "ranks listen on 10.0.0.7, interface eth7: whoever reaches its ports can run code in them"
+    ]
+    assert ranks.own_address() == "10.0.0.7"
