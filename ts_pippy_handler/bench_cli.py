@@ -17,6 +17,7 @@ _OF_ENGINE = {
     "--dtype": "dtype",
     "--split": "split",
     "--device-memory": "device_memory",
+    "--pippy": "pippy",
     "--save-outputs": "save_outputs",
 }
 _OF_SERVER = {

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import yaml
+
 from ts_pippy_handler import __version__, bench_cli, drain_cli, rank_cli
 from ts_pippy_handler.config import DTYPES, ServingConfig, load_config, locate
 from ts_pippy_handler.errors import ConfigError, InvalidRequestError, PippyError, one_line
@@ -111,6 +113,13 @@ def _command(commands: Any, name: str, run: Any, text: str, *, needs_model: bool
         metavar="SIZE,SIZE,…",
         help="what each stage may take of its device, such as 8GiB,16GiB; one size for all; or 'measured'",
     )
+    parser.add_argument(
+        "--pippy",
+        type=_setting,
+        action="append",
+        metavar="KEY=VALUE",
+        help="a further key of the pippy block of model-config.yaml, such as compile=true; may be repeated",
+    )
     parser.add_argument("--debug", action="store_true", help="log more, and show the traceback of an error")
     return parser
 
@@ -200,6 +209,16 @@ def _numbers(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"must be numbers such as 1,2, got {text!r}") from None
 
 
+def _setting(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"must be KEY=VALUE, such as compile=true, got {text!r}")
+    try:
+        return key, yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise argparse.ArgumentTypeError(f"{key}: {value!r} is not YAML") from None
+
+
 def _memory(text: str) -> str | list[str]:
     return text.split(",") if "," in text else text
 
@@ -238,7 +257,12 @@ def _config(options: argparse.Namespace) -> ServingConfig:
 
 def _pippy(options: argparse.Namespace) -> dict[str, Any]:
     given = {"split": options.split or "time", "device_memory": options.device_memory}
-    return {key: value for key, value in given.items() if value is not None}
+    pippy = {key: value for key, value in given.items() if value is not None}
+    for key, value in options.pippy or ():
+        if key in pippy and (key != "split" or options.split not in (None, "time")):
+            raise ConfigError(f"--pippy {key}: it was given before, as {pippy[key]!r}")
+        pippy[key] = value
+    return pippy
 
 
 def _spawn_options(options: argparse.Namespace) -> SpawnOptions:

@@ -1,7 +1,6 @@
 """A rank above 0: load a stage, then run every batch that rank 0 announces, until told to stop.
 
-``python -m ts_pippy_handler.worker`` is what spawn mode starts, and ``ts-pippy rank`` on hosts that do
-not serve; under
+``python -m ts_pippy_handler.worker`` is what spawn mode starts, and ``ts-pippy rank`` on hosts that do not serve; under
 TorchServe's torchrun the loop runs in a thread of TorchServe's worker process. Knows nothing of requests or text.
 """
 

@@ -240,6 +240,41 @@ def test_generate_as_json(capsys: pytest.CaptureFixture[str], engine: SpawnedEng
     assert engine.is_closed
 
 
+def test_any_key_of_the_pippy_block(
+    capsys: pytest.CaptureFixture[str], engine: SpawnedEngine, text_model: Path
+) -> None:
+    status, _, _ = run(
+        capsys, "generate", text_model, "--stages", 2, "--prompt", "ab", "--max-new-tokens", 5,
+        "--pippy", "max_batch_tokens=96", "--pippy", "compile=true", "--pippy", "split=memory",
+    )  # fmt: skip
+    assert status == 0
+    ((config, _, _),) = engine.started
+    assert (config.pippy.max_batch_tokens, config.pippy.compile, config.pippy.split) == (96, True, "memory")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["max_batch_token=9"], "pippy.max_batch_token: unknown key (value 9); "),
+        (["compile=perhaps"], "pippy.compile: "),
+        (["chunks=2", "chunks=3"], "--pippy chunks: it was given before, as 2"),
+    ],
+)
+def test_wrong_keys_of_the_pippy_block(
+    capsys: pytest.CaptureFixture[str], engine: SpawnedEngine, text_model: Path, given: list[str], message: str
+) -> None:
+    options = [part for each in given for part in ("--pippy", each)]
+    status, out, err = run(capsys, "generate", text_model, "--stages", 2, "--prompt", "ab", *options)
+    assert (status, out) == (1, "")
+    assert err.startswith(f"ts-pippy: error: {message}")
+    assert not engine.started
+
+
+@pytest.mark.parametrize("value", ["compile", "=true", "compile=[1"])
+def test_settings_that_cannot_be_read(capsys: pytest.CaptureFixture[str], text_model: Path, value: str) -> None:
+    assert "argument --pippy: " in refused(capsys, "plan", text_model, "--stages", 2, "--pippy", value)
+
+
 def test_generate_as_text(capsys: pytest.CaptureFixture[str], engine: SpawnedEngine, text_model: Path) -> None:
     status, out, _ = run(capsys, "generate", text_model, "--stages", 1, "--prompt", "ab", "--max-new-tokens", 5)
     tokens, _ = continuation(list(b"ab"), SamplingParams(max_new_tokens=5), eos=())
