@@ -219,7 +219,7 @@ class TorchServe(Client):
             if not may_retry:
                 if self._has_failed(name):
                     raise self.failure(f"the worker of {name} failed")
-                if [worker["status"] for worker in self.workers(name)] != ["READY"]:
+                if {worker["status"] for worker in self.workers(name)} != {"READY"}:
                     return False
             # A worker that is started again may never be called ready again (asyncCommunication), and may have lost
             # this request on its way.

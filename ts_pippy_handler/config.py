@@ -1,7 +1,8 @@
 """Every setting of the package, in one typed place: the ``pippy:`` and ``handler:`` blocks of model-config.yaml.
 
 Unknown keys are refused with the nearest right one; values are checked here and never rewritten afterwards.
-TorchServe's own keys (``minWorkers`` …) are only checked for their spelling: the frontend reads them itself.
+TorchServe's own keys (``minWorkers`` …) are checked for their spelling, and for what hangs: the frontend reads them
+itself.
 Knows nothing of torch: dtypes are names here.
 """
 
@@ -320,6 +321,23 @@ def _check_top_level(mapping: Mapping[str, Any]) -> None:
     for key, value in torchrun.items():
         if key not in TORCHRUN_KEYS:
             raise ConfigError(f"torchrun.{key}: unknown key (value {show(value)}); {nearest(key, TORCHRUN_KEYS)}")
+    _check_workers(mapping)
+
+
+def _check_workers(mapping: Mapping[str, Any]) -> None:
+    """Refuse several workers under continuous batching, where each stops the requests of the others.
+
+    A worker of TorchServe 0.12 that waits for its first request holds the lock of the model's queue, which a worker
+    with open requests needs for each further pass (``Model.pollInferJob`` of its frontend).
+    """
+    for key in ("minWorkers", "maxWorkers"):
+        value = mapping.get(key)
+        if mapping.get("continuousBatching") is True and isinstance(value, int) and value > 1:
+            raise ConfigError(
+                f"{key}: {value} workers with continuousBatching make each other's requests stand still in "
+                "TorchServe 0.12, whose idle worker holds the lock that a busy one needs; set minWorkers and "
+                "maxWorkers to 1, or serve in spawn mode (asyncCommunication), which may have several"
+            )
 
 
 def _block(mapping: Mapping[str, Any], name: str, *, required: bool) -> dict[str, Any]:

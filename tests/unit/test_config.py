@@ -209,6 +209,11 @@ def test_dtype_names(model_dir: Path, name: str, torch_name: str) -> None:
         ({"batchsize": 3}, "batchsize: unknown key \\(value 3\\); did you mean 'batchSize'\\?"),
         ({"qqqq": {"a": 1}}, "qqqq: unknown key .*allowed: .*batchSize.*may be named x-…"),
         ({"torchrun": {"nproc_per_node": 2}}, "torchrun.nproc_per_node: unknown key .*did you mean 'nproc-per-node'"),
+        ({"continuousBatching": True, "maxWorkers": 2}, "maxWorkers: 2 workers with continuousBatching .*set .* to 1"),
+        (
+            {"continuousBatching": True, "minWorkers": 3, "maxWorkers": 3},
+            "minWorkers: 3 workers with continuousBatching",
+        ),
         ({"torchrun": 2}, "torchrun: must be a block of keys, got 2$"),
         ({"pippy": [1]}, r"pippy: must be a block of keys, got \[1\]$"),
     ],
