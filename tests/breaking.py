@@ -160,9 +160,8 @@ class Breakable:
         return Outcome(time.monotonic() - started, None, [], is_whole=False, error="not ready")
 
     def _is_ready(self) -> bool:
-        path = f"/predictions/{self.name}/1.0/v1/health"
         with contextlib.suppress(*NO_ANSWER):
-            return self.server.request("inference", "POST", path, b"{}", timeout_s=3.0).status == 200
+            return self.server.health(self.name, timeout_s=3.0).status == 200
         return False
 
     def _wait_back(self, started: float) -> float:

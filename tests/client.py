@@ -66,6 +66,11 @@ class Client:
         with ThreadPoolExecutor(len(pairs)) as pool:
             return list(pool.map(lambda pair: self.post(name, *pair, timeout_s=timeout_s), pairs))
 
+    def health(self, name: str, *, method: str = "POST", timeout_s: float = 30.0) -> Response:
+        """Ask a model how it is."""
+        path, body = f"/predictions/{name}/1.0/v1/health", b"{}" if method == "POST" else None
+        return self.request("inference", method, path, body, timeout_s=timeout_s)
+
     def manage(self, method: str, path: str, *, timeout_s: float = 120.0) -> Response:
         """Send a request to the management address."""
         return self.request("management", method, path, timeout_s=timeout_s)

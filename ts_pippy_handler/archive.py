@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import yaml
 
-from ts_pippy_handler import partition
+from ts_pippy_handler import network, partition
 from ts_pippy_handler.config import PippyConfig, load_config, written_layers
 from ts_pippy_handler.errors import ConfigError, PippyError
 
@@ -56,7 +56,7 @@ class ArchiveOptions:
     launch: Launch = "torchrun"
     nodes: Sequence[int] = ()
     """Stages of each host, that of TorchServe first; empty for one host."""
-    rdzv_port: int = 29400
+    rdzv_port: int = network.RENDEZVOUS_PORT
     """Where the hosts meet."""
     archive_format: ArchiveFormat = "default"
     version: str = "1.0"
@@ -171,11 +171,13 @@ def _check_nodes(options: ArchiveOptions) -> None:
             f"stages of each host: {written} must be numbers of at least 1 that add up to the number of stages, "
             f"{options.num_stages}"
         )
-    if len(options.nodes) > 1 and options.launch != "torchrun":
+    if len(options.nodes) == 1:
+        return
+    if options.launch != "torchrun":
         raise ConfigError(
             "stages on several hosts: torchrun has to start them; spawn mode starts only ranks of its own"
         )
-    if len(options.nodes) > 1 and not options.pippy.get("interface"):
+    if not options.pippy.get("interface"):
         raise ConfigError(
             "stages on several hosts: --interface is missing: name, address or network of an interface that the hosts "
             "share, such as eth1 or 10.0.0.0/24"

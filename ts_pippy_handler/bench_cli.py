@@ -32,7 +32,6 @@ _OF_SERVER = {
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add what the engine's own options leave out."""
     parser.epilog = "Either MODEL_DIR and --stages, or --url and --model."
-    parser.set_defaults(split=None)  # tells whether it was given
     parser.add_argument("--workload", type=Path, required=True, metavar="FILE", help="JSON with a list 'requests'")
     parser.add_argument(
         "--concurrency", type=_at_least_one, metavar="C", help="most requests at a time; by default all at once"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import yaml
 
-from ts_pippy_handler import __version__, bench_cli, drain_cli, rank_cli
+from ts_pippy_handler import __version__, bench_cli, drain_cli, network, rank_cli
 from ts_pippy_handler.config import DTYPES, ServingConfig, load_config, locate
 from ts_pippy_handler.errors import ConfigError, InvalidRequestError, PippyError, one_line
 
@@ -104,9 +104,7 @@ def _command(commands: Any, name: str, run: Any, text: str, *, needs_model: bool
     parser.add_argument("--download", action="store_true", help="fetch a hub id that the cache lacks")
     parser.add_argument("--stages", type=int, required=needs_model, metavar="N", help="number of pipeline stages")
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="by default the checkpoint's own")
-    parser.add_argument(
-        "--split", type=_split, default="time", help="'time' (default), 'memory', or layers per stage: '[10,20]'"
-    )
+    parser.add_argument("--split", type=_split, help="'time' (default), 'memory', or layers per stage: '[10,20]'")
     parser.add_argument(
         "--device-memory",
         type=_memory,
@@ -162,7 +160,7 @@ def _add_package(commands: Any) -> None:
         "--nodes", type=_numbers, metavar="N,N,…", help="stages of each host, TorchServe's first; by default all there"
     )
     parser.add_argument("--interface", metavar="NAME", help="interface the hosts share: name, address or network")
-    parser.add_argument("--rdzv-port", type=int, default=rank_cli.DEFAULT_PORT, metavar="P", help="%(default)s")
+    parser.add_argument("--rdzv-port", type=int, default=network.RENDEZVOUS_PORT, metavar="P", help="%(default)s")
     parser.add_argument("--archive-format", choices=["default", "tgz", "no-archive"], default="default")
     parser.add_argument("--model-version", default="1.0", metavar="V")
     parser.add_argument("--copy-weights", action="store_true", help="put the checkpoint into the archive")
@@ -255,11 +253,12 @@ def _config(options: argparse.Namespace) -> ServingConfig:
     return load_config({"pippy": _pippy(options), "handler": handler})
 
 
-def _pippy(options: argparse.Namespace) -> dict[str, Any]:
-    given = {"split": options.split or "time", "device_memory": options.device_memory}
+def _pippy(options: argparse.Namespace, **others: Any) -> dict[str, Any]:
+    """Return what the options say of the ``pippy`` block; ``others`` are keys with options of their own, or None."""
+    given = {"split": options.split, "device_memory": options.device_memory, **others}
     pippy = {key: value for key, value in given.items() if value is not None}
     for key, value in options.pippy or ():
-        if key in pippy and (key != "split" or options.split not in (None, "time")):
+        if key in pippy:
             raise ConfigError(f"--pippy {key}: it was given before, as {pippy[key]!r}")
         pippy[key] = value
     return pippy
@@ -372,8 +371,6 @@ def _shard(options: argparse.Namespace) -> int:
 def _package(options: argparse.Namespace) -> int:
     from ts_pippy_handler import archive
 
-    limits = {"max_running_requests": options.max_running, "max_waiting_requests": options.max_waiting}
-    limits["interface"] = options.interface
     given = {"model_path": options.model_dir, "revision": options.revision, "download": options.download}
     located = locate(given)
     written = archive.package(
@@ -390,8 +387,12 @@ def _package(options: argparse.Namespace) -> int:
             dtype=options.dtype,
             copy_weights=options.copy_weights,
             force=options.force,
-            pippy={key: value for key, value in _pippy(options).items() if value != "time"}
-            | {name: value for name, value in limits.items() if value is not None},
+            pippy=_pippy(
+                options,
+                max_running_requests=options.max_running,
+                max_waiting_requests=options.max_waiting,
+                interface=options.interface,
+            ),
         )
     )
     print(written)

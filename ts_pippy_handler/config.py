@@ -330,9 +330,11 @@ def _check_workers(mapping: Mapping[str, Any]) -> None:
     A worker of TorchServe 0.12 that waits for its first request holds the lock of the model's queue, which a worker
     with open requests needs for each further pass (``Model.pollInferJob`` of its frontend).
     """
+    if mapping.get("continuousBatching") is not True:
+        return
     for key in ("minWorkers", "maxWorkers"):
         value = mapping.get(key)
-        if mapping.get("continuousBatching") is True and isinstance(value, int) and value > 1:
+        if isinstance(value, int) and value > 1:
             raise ConfigError(
                 f"{key}: {value} workers with continuousBatching make each other's requests stand still in "
                 "TorchServe 0.12, whose idle worker holds the lock that a busy one needs; set minWorkers and "

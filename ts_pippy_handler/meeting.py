@@ -71,12 +71,13 @@ def join(place: Place, config: ServingConfig, guest: Guest | None = None) -> Gro
         for each in group.wait_for_all("introduction", own, config.pippy.rpc_timeout)
     ]
     check(seen)
-    ranks.renumber(group, order(seen).index(place.rank))
+    places = order(seen)
+    ranks.renumber(group, places.index(place.rank))
     logger.info(
         "rank %d: %s; the ranks' hosts are %s",
         group.place.rank,
         seen[place.rank],
-        ", ".join(str(seen[rank]) for rank in order(seen)),
+        ", ".join(str(seen[rank]) for rank in places),
     )
     lost_ranks.watch_loading(group, config.pippy)
     ranks.connect(group, config.pippy)
@@ -98,8 +99,10 @@ def check(seen: Sequence[Introduction]) -> None:
         LoadError: If a rank cannot take part.
         ConfigError: Naming the hosts, and what they do not have in common.
     """
-    hosts = {each.host_id: each for each in (seen[rank] for rank in reversed(order(seen)))}
-    found = list(reversed(hosts.values()))  # one of each, that which serves first
+    hosts: dict[str, Introduction] = {}
+    for rank in order(seen):
+        hosts.setdefault(seen[rank].host_id, seen[rank])
+    found = list(hosts.values())  # one rank of each, that which serves first
     failed = {str(each): f"{each}: {each.error}" for each in seen if each.error is not None}
     if failed:
         raise LoadError("; ".join(failed.values()))

@@ -16,6 +16,8 @@ import psutil
 
 from ts_pippy_handler.errors import ConfigError
 
+RENDEZVOUS_PORT = 29400
+"""Where torchrun meets by default."""
 _PROBE_S = 2.0
 _PROBE_PAUSE_S = 0.1
 

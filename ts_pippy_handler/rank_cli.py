@@ -19,8 +19,6 @@ from ts_pippy_handler import identity, network
 from ts_pippy_handler.config import ServingConfig, load_config
 from ts_pippy_handler.errors import ConfigError, one_line
 
-DEFAULT_PORT = 29400
-"""Where torchrun meets by default."""
 _CONFIG_NAME = "model-config.yaml"
 
 
@@ -71,7 +69,7 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> None:
         if getattr(options, name) < least:
             raise ConfigError(f"--{name.replace('_', '-')}: must be at least {least}, got {getattr(options, name)}")
     try:
-        host, port = network.split_endpoint(options.rdzv_endpoint, DEFAULT_PORT)
+        host, port = network.split_endpoint(options.rdzv_endpoint, network.RENDEZVOUS_PORT)
     except ValueError as error:
         raise ConfigError(f"--rdzv-endpoint: {error}") from None
     config = read_config(options)

@@ -93,8 +93,8 @@ def supervise(meeting: Meeting, job: str, say: Say) -> None:
 
 def _wait_for_host(meeting: Meeting, say: Say) -> None:
     """Wait until something listens at the rendezvous."""
-    started = told = time.monotonic()
-    is_told = False
+    started = time.monotonic()
+    told: float | None = None
     while not network.answers(meeting.host, meeting.port):
         now = time.monotonic()
         if now - started > meeting.wait_s:
@@ -102,9 +102,9 @@ def _wait_for_host(meeting: Meeting, say: Say) -> None:
                 f"{meeting}: nothing listens there for {meeting.wait_s:g} s; expected is the torchrun that TorchServe "
                 "starts for the model, with that port in torchrun.rdzv-endpoint"
             )
-        if not is_told or now - told > _TELL_EVERY_S:
+        if told is None or now - told > _TELL_EVERY_S:
             say(f"{meeting}: nothing listens there yet; waiting for TorchServe, {now - started:.0f} s so far")
-            is_told, told = True, now
+            told = now
         time.sleep(_POLL_S)
 
 

@@ -61,10 +61,6 @@ class Pair(Breakable):
         arguments = ["--rdzv-endpoint", self.hosts.addresses[0], "--nproc-per-node", self.stages[1], *options]
         self.hosts.start_second(self.archive, *arguments, environment=self.environment)
 
-    def health(self) -> Any:
-        """Return what the model says of itself."""
-        return self.server.request("inference", "POST", f"/predictions/{NAME}/1.0/v1/health", b"{}").json()
-
 
 @contextmanager
 def serving(hosts: Hosts, folder: Path, model: Path, stages: Sequence[int], delay_s: float = 0.0) -> Iterator[Pair]:
@@ -93,7 +89,7 @@ def test_two_hosts_answer_as_one_model(
         answers = [pair._ask(SHORT), pair._ask(LONG)]
         assert [answer.kind for answer in answers] == ["finished"] * 2
         assert [answer.tokens for answer in answers] == [pair._expected[str(SHORT)], pair._expected[str(LONG)]]
-        health = pair.health()
+        health = pair.server.health(NAME).json()
         assert (health["ready"], health["stages"]) == (True, sum(stages))
         assert [rank["rank"] for rank in health["ranks"]] == list(range(sum(stages)))
         assert len(pair.server.rank_pids(NAME)) == stages[0], "the others run on the other host"
@@ -159,31 +155,35 @@ def broken_stream(pair: Pair, action: Any) -> Outcome:
     return outcome
 
 
-@pytest.mark.slow
-def test_a_cut_network_ends_streams_and_is_healed(pair: Pair) -> None:
-    outcome = broken_stream(pair, pair.hosts.cut)
+def broken_soon(pair: Pair, action: Any) -> None:
+    """Do something that ends a stream with an error, soon, and the model's readiness with it."""
+    outcome = broken_stream(pair, action)
     assert outcome.kind in ("cut", "500", "error in the stream")
     assert outcome.seconds < ERROR_S
     assert not pair._is_ready()
+
+
+def back_soon(pair: Pair, action: Any) -> None:
+    """Do something that lets the model answer again, soon."""
+    started = time.monotonic()
+    action()
+    print(f"back after {pair._wait_back(started):.1f} s")
+    assert time.monotonic() - started < BACK_S
+
+
+@pytest.mark.slow
+def test_a_cut_network_ends_streams_and_is_healed(pair: Pair) -> None:
+    broken_soon(pair, pair.hosts.cut)
     time.sleep(12)
     assert not pair._is_ready()
     assert "a rank has ended, and torchrun has not" in pair.hosts.second_log()
-    mended = time.monotonic()
-    pair.hosts.mend()
-    print(f"back {pair._wait_back(mended):.1f} s after the network")
-    assert time.monotonic() - mended < BACK_S
+    back_soon(pair, pair.hosts.mend)
 
 
 @pytest.mark.slow
 def test_a_lost_host_ends_streams_and_may_come_back(pair: Pair) -> None:
-    outcome = broken_stream(pair, pair.hosts.kill_second)
-    assert outcome.kind in ("cut", "500", "error in the stream")
-    assert outcome.seconds < ERROR_S
-    assert not pair._is_ready()
-    started = time.monotonic()
-    pair.start_second()
-    print(f"back {pair._wait_back(started):.1f} s after the host")
-    assert time.monotonic() - started < BACK_S
+    broken_soon(pair, pair.hosts.kill_second)
+    back_soon(pair, pair.start_second)
 
 
 @pytest.mark.slow

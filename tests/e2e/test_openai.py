@@ -103,7 +103,7 @@ def test_models_and_errors(client: openai.OpenAI, llama: tuple[str, Path]) -> No
 
 def test_health_names_every_rank(server: TorchServe, llama: tuple[str, Path]) -> None:
     name, _ = llama
-    answer = server.request("inference", "POST", f"/predictions/{name}/1.0/v1/health", b"{}")
+    answer = server.health(name)
     health = answer.json()
     assert (answer.status, health["ready"], health["stages"]) == (200, True, 2)
     pids = [rank["pid"] for rank in health["ranks"]]

@@ -23,11 +23,6 @@ PROMPTS = [f"Question {number}" for number in range(24)]
 BACK_S = 120.0
 
 
-def path_of(name: str) -> str:
-    """Return where a model says how it is."""
-    return f"/predictions/{name}/1.0/v1/health"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("launch", NUM_WORKERS)
 def test_two_models_with_workers_of_their_own(
@@ -54,7 +49,7 @@ def test_two_models_with_workers_of_their_own(
         """Return, for each model, the processes of rank 0 that answer."""
         with ThreadPoolExecutor(8) as pool:
             asked = [name for name in names for _ in range(16)]
-            health = list(pool.map(lambda name: server.request("inference", "GET", path_of(name)), asked))
+            health = list(pool.map(lambda name: server.health(name, method="GET"), asked))
         found: dict[str, set[int]] = {name: set() for name in names}
         for name, answer in zip(asked, health, strict=True):
             if answer.status == 200:

@@ -270,6 +270,18 @@ def test_wrong_keys_of_the_pippy_block(
     assert not engine.started
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "key"), [("--max-running", 3, "max_running_requests"), ("--interface", "eth1", "interface")]
+)
+def test_a_key_cannot_be_set_twice(
+    capsys: pytest.CaptureFixture[str], text_model: Path, tmp_path: Path, option: str, value: object, key: str
+) -> None:
+    arguments = ["package", text_model, "--name", "m", "--stages", 1, "-o", tmp_path, option, value]
+    status, out, err = run(capsys, *arguments, "--pippy", f"{key}=4")
+    assert (status, out) == (1, "")
+    assert err == f"ts-pippy: error: --pippy {key}: it was given before, as {value!r}\n"
+
+
 @pytest.mark.parametrize("value", ["compile", "=true", "compile=[1"])
 def test_settings_that_cannot_be_read(capsys: pytest.CaptureFixture[str], text_model: Path, value: str) -> None:
     assert "argument --pippy: " in refused(capsys, "plan", text_model, "--stages", 2, "--pippy", value)
