@@ -49,7 +49,7 @@ TORCHRUN_KEYS = frozenset(
 )
 """Keys of the ``torchrun`` block that TorchServe 0.12 parses (frontend ``ModelConfig.TorchRun``)."""
 
-_BATCH_TOKENS_CPU = 160
+_BATCH_TOKENS_CPU = 96
 """More make the others of a batch wait and gain nothing (docs/performance.md)."""
 _BATCH_TOKENS_GPU = 512
 
@@ -104,7 +104,7 @@ class PippyConfig(BaseModel):
     """Whether requests that begin with the same tokens share their cache, in whole blocks: what one computed, running
     or finished, later ones need not. How fast a first token comes may tell a client what others asked."""
     max_batch_tokens: Int | None = Field(None, ge=1)
-    """Prompt and decode tokens in one batch; longer prompts run in chunks. By default 160 on CPUs, which are busy with
+    """Prompt and decode tokens in one batch; longer prompts run in chunks. By default 96 on CPUs, which are busy with
     as many, and 512 on GPUs."""
     max_running_requests: Int = Field(64, ge=1)
     """Requests generating at the same time; more wait."""

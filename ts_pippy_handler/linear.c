@@ -22,11 +22,22 @@ static inline lanes load(const float *from) { return *(const lanes *)from; }
 
 static inline lanes spread(float x) { return (lanes){x, x, x, x, x, x, x, x}; }
 
+/*
+ * What is multiplied next is fetched from memory meanwhile, its lines spread over all tiles of a panel: asked for at
+ * once, they would be more than a core can wait for. `done` inputs of the panel's tiles came before this one, and
+ * 2^shift inputs, of one tile or of several, pay for a line.
+ */
+typedef struct {
+    const float *next;
+    int64_t done;
+    int shift;
+} ahead;
+
 /* `start` is what the sums begin with, for each row `start_stride` numbers further. */
 static inline __attribute__((always_inline)) void multiply_tile(const int height, const float *rows, int64_t row_stride,
                                                                 const float *panel, int64_t num_inputs,
                                                                 const float *start, int64_t start_stride, float *out,
-                                                                int64_t out_stride)
+                                                                int64_t out_stride, ahead fetch)
 {
     lanes left[TILE], right[TILE];
 
@@ -37,9 +48,8 @@ static inline __attribute__((always_inline)) void multiply_tile(const int height
     }
 #pragma GCC unroll 2
     for (int64_t i = 0; i < num_inputs; i++) {
-        /* With enough rows to multiply meanwhile, the next panel is fetched from memory; after the last one, nothing. */
-        if (height > 3)
-            __builtin_prefetch(panel + (num_inputs + i) * PANEL);
+        if (height > 3) /* with less to multiply the processor's own prefetching is as fast */
+            __builtin_prefetch(fetch.next + ((fetch.done + i) >> fetch.shift) * PANEL);
         const lanes left_weights = load(panel + i * PANEL), right_weights = load(panel + i * PANEL + LANES);
 #pragma GCC unroll 6
         for (int row = 0; row < height; row++) {
@@ -58,12 +68,12 @@ static inline __attribute__((always_inline)) void multiply_tile(const int height
 /* The height must be known while compiling for the sums to be registers. */
 #define MULTIPLY_TILE(height) \
     case height: \
-        multiply_tile(height, rows, row_stride, panel, num_inputs, start, start_stride, out, out_stride); \
+        multiply_tile(height, rows, row_stride, panel, num_inputs, start, start_stride, out, out_stride, fetch); \
         break
 
 static void multiply_tile_of(int64_t height, const float *rows, int64_t row_stride, const float *panel,
                              int64_t num_inputs, const float *start, int64_t start_stride, float *out,
-                             int64_t out_stride)
+                             int64_t out_stride, ahead fetch)
 {
     switch (height) {
         MULTIPLY_TILE(1);
@@ -82,20 +92,34 @@ static int64_t tile_height(int64_t row, int64_t num_rows)
     return (left + tiles - 1) / tiles;
 }
 
+/* The largest power of two that is not above the number of tiles, as a shift: every line is asked for, some twice. */
+static int fetch_shift(int64_t num_rows)
+{
+    const int64_t tiles = (num_rows + TILE - 1) / TILE;
+    int shift = 0;
+
+    while (2 << shift <= tiles)
+        shift++;
+    return shift;
+}
+
 /* A panel with all its outputs, some of the inputs at a time. */
 static void multiply_panel(const float *rows, int64_t num_rows, int64_t num_inputs, const float *panel,
                            const float *bias, float *out, int64_t out_stride)
 {
     const int64_t parts = (num_inputs + MOST_INPUTS - 1) / MOST_INPUTS;
     const int64_t part = (num_inputs + parts - 1) / parts;
+    const int shift = fetch_shift(num_rows);
 
     for (int64_t first = 0; first < num_inputs; first += part) {
         const int64_t length = num_inputs - first < part ? num_inputs - first : part;
+        ahead fetch = {panel + (first + length) * PANEL, 0, shift};
         for (int64_t row = 0, height; row < num_rows; row += height) {
             float *own = out + row * out_stride;
             height = tile_height(row, num_rows);
             multiply_tile_of(height, rows + row * num_inputs + first, num_inputs, panel + first * PANEL, length,
-                             first ? own : bias, first ? out_stride : 0, own, out_stride);
+                             first ? own : bias, first ? out_stride : 0, own, out_stride, fetch);
+            fetch.done += length;
         }
     }
 }
@@ -108,7 +132,8 @@ static void multiply_partial_panel(const float *rows, int64_t num_rows, int64_t 
 
     for (int64_t row = 0, height; row < num_rows; row += height) {
         height = tile_height(row, num_rows);
-        multiply_tile_of(height, rows + row * num_inputs, num_inputs, panel, num_inputs, bias, 0, tile, PANEL);
+        multiply_tile_of(height, rows + row * num_inputs, num_inputs, panel, num_inputs, bias, 0, tile, PANEL,
+                         (ahead){panel, 0, 0});
         for (int64_t i = 0; i < height; i++)
             for (int64_t j = 0; j < width; j++)
                 out[(row + i) * out_stride + j] = tile[i * PANEL + j];

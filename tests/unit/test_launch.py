@@ -44,7 +44,7 @@ def test_one_stage_continues_prompts_as_the_model_does(checkpoints: Checkpoints)
     engine = launch.start_spawned(config(directory), 1)
     prompts = [[5, 6, 7], [200] * 12, [9]]
     try:
-        assert engine.scheduler.limits.max_batch_tokens == 160, "the default on CPUs"
+        assert engine.scheduler.limits.max_batch_tokens == 96, "the default on CPUs"
         queues: list[queue.Queue[TokenEvent]] = [queue.Queue() for _ in prompts]
         wanted = SamplingParams(max_new_tokens=4, ignore_eos=True)
         for prompt, events in zip(prompts, queues, strict=True):
